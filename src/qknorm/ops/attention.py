@@ -1,0 +1,143 @@
+"""The operator."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from qknorm import spec
+from qknorm.ops.backends import choose
+from qknorm.ops.backends.call import Call
+from qknorm.ops.stats import Stats, StatsRequest, check_request
+from qknorm.spec import Mask, Rope, Sink, SinkToken
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 1e-6,
+    rope: Rope | None = None,
+    mask: Mask = Mask(causal=True),
+    sink: Sink | SinkToken | None = None,
+    scale: float | None = None,
+    stats: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 1e-6,
+    rope: Rope | None = None,
+    mask: Mask = Mask(causal=True),
+    sink: Sink | SinkToken | None = None,
+    scale: float | None = None,
+    stats: Literal[True, "rows"],
+    backend: str = "auto",
+) -> tuple[Tensor, Stats]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 1e-6,
+    rope: Rope | None = None,
+    mask: Mask = Mask(causal=True),
+    sink: Sink | SinkToken | None = None,
+    scale: float | None = None,
+    stats: StatsRequest = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Stats]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 1e-6,
+    rope: Rope | None = None,
+    mask: Mask = Mask(causal=True),
+    sink: Sink | SinkToken | None = None,
+    scale: float | None = None,
+    stats: StatsRequest = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Stats]:
+    """QK-Norm attention: norm per head, RoPE, masked softmax with a sink, and its statistics.
+
+    `softmax(scale * q_hat k_hat^T) v` with `x_hat = RoPE(RMSNorm(x) * gain)`; norm and RoPE in fp32,
+    one rounding to q's dtype, logits accumulated in fp32. V is never normalised. Exact gradients
+    for q, k, v, both gains and the sink. Under autocast q, k and v are cast like those of
+    `F.scaled_dot_product_attention`.
+
+    Args:
+        q: `[B, Hq, Tq, D]`, any strides; fp16, bf16, fp32 or fp64.
+        k: `[B, Hk, Tk, D]`; Hq is a multiple of Hk.
+        v: `[B, Hk, Tk, Dv]`.
+        q_gain: `[Hq, D]`; None leaves q without a norm.
+        k_gain: `[Hk, D]`; None leaves k without a norm.
+        eps: added to the mean of squares; at least 1e-6 in half precision.
+        rope: rotations for all Tk tokens, applied after the norm; queries are the last Tq tokens.
+        mask: visible pairs, see `Mask`. A row that sees no key gives 0.
+        sink: None, "off_by_one" (a logit of 0), a logit per query head `[Hq]`, or a `SinkToken`;
+            added once to the denominator, not scaled.
+        scale: of the logits; 1/sqrt(D) if None.
+        stats: also return `Stats`; "rows" keeps the values of each row. Changes no output bit.
+        backend: "auto" or a name from `qknorm env`.
+
+    Returns:
+        out `[B, Hq, Tq, Dv]` in q's dtype; with `stats`, `(out, Stats)`.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+        UnsupportedError: the named backend cannot serve the call.
+
+    Source: Henry et al. 2020 (arXiv 2010.04245); Dehghani et al. 2023 (arXiv 2302.05442), sec. 2.
+    """
+    check_request(stats)
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        low = torch.get_autocast_dtype(device)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(low) for x in (q, k, v))
+    spec.check_attention(
+        q, k, v, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope, mask=mask, sink=sink
+    )
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        q_gain=q_gain,
+        k_gain=k_gain,
+        eps=eps,
+        rope=rope,
+        mask=mask,
+        sink=sink,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        stats=stats,
+    )
+    chosen = choose(backend, call.case())
+    with torch.autocast(device, enabled=False):
+        out, rows = chosen.run(call)
+    if rows is None:
+        return out
+    return out, Stats.from_rows(rows, keep_rows=stats == "rows")

@@ -1,0 +1,49 @@
+"""One checked call of the operator, as every backend receives it, and what decides who may serve it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qknorm.ops.stats import StatsRequest
+from qknorm.spec import Mask, Rope, Sink, SinkToken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Arguments of `qknorm.attention`, checked, with `scale` filled in."""
+
+    q: Tensor  # [B, Hq, Tq, D]
+    k: Tensor  # [B, Hk, Tk, D]
+    v: Tensor  # [B, Hk, Tk, Dv]
+    q_gain: Tensor | None  # [Hq, D]
+    k_gain: Tensor | None  # [Hk, D]
+    eps: float
+    rope: Rope | None
+    mask: Mask
+    sink: Sink | SinkToken | None
+    scale: float
+    stats: StatsRequest
+
+    def case(self) -> Case:
+        """What a support table needs to know of it."""
+        return Case(
+            device=self.q.device.type,
+            dtype=self.q.dtype,
+            head_dim=self.q.shape[-1],
+            value_dim=self.v.shape[-1],
+            sink_token=isinstance(self.sink, SinkToken),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The properties of a call that a backend can fail to support."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    sink_token: bool = False

@@ -1,0 +1,140 @@
+"""One block of attention by whatever PyTorch has on the device: out, lse, and their backward.
+
+On CPU that is torch's flash kernel (fp16, bf16, fp32, fp64; grouped heads without repetition). Elsewhere it is
+plain tensor code in fp32, cut into small blocks of queries so that memory stays linear.
+
+Shapes: q [B, Hq, n, D]; k [B, Hk, m, D]; v [B, Hk, m, Dv]; bias [1 or B, 1, n, m] of 0 and -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qknorm import spec
+
+# Scores held at once by the plain code: 16 MiB in fp32.
+SCORE_BUDGET = 1 << 22
+
+
+def uses_flash(device_type: str) -> bool:
+    """Whether torch's own kernel serves blocks on this device."""
+    return device_type == "cpu"
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out `[B, Hq, n, Dv]` and lse `[B, Hq, n]`; rows that see nothing hold unspecified values."""
+    if not uses_flash(q.device.type):
+        return _plain_forward(q, k, v, bias, causal, scale)
+    Dv, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = _pad(q, width), _pad(k, width), _pad(v, width)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return out[..., :Dv], lse
+
+
+def backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv for P = exp(s - lse) and delta = rowsum(d_out * out), whatever out and lse are."""
+    if not uses_flash(q.device.type):
+        return _plain_backward(d_out, q, k, v, out, lse, bias, causal, scale)
+    D, Dv, width = q.shape[-1], v.shape[-1], max(q.shape[-1], v.shape[-1])
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _pad(d_out, width),
+        _pad(q, width),
+        _pad(k, width),
+        _pad(v, width),
+        _pad(out, width),
+        lse,
+        0.0,
+        causal,
+        attn_mask=bias,
+        scale=scale,
+    )
+    return dq[..., :D], dk[..., :D], dv[..., :Dv]
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    """The kernel wants one width for q, k and v, and unit stride along it."""
+    x = x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _chunks(q: Tensor, k: Tensor) -> list[slice]:
+    """Slices of the queries whose scores fit the budget."""
+    B, H, n, _ = q.shape
+    rows = max(1, SCORE_BUDGET // max(1, B * H * k.shape[2]))
+    return [slice(lo, min(lo + rows, n)) for lo in range(0, n, rows)]
+
+
+def _scores(
+    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float, rows: slice
+) -> Tensor:
+    """Masked logits `[B, Hk, G, rows, m]` in the compute dtype."""
+    wide = spec.compute_dtype(q.dtype)
+    B, Hq, _, D = q.shape
+    Hk, m = k.shape[1:3]
+    q = q[:, :, rows].to(wide).reshape(B, Hk, Hq // Hk, -1, D)
+    s = scale * (q @ k.to(wide)[:, :, None].mT)
+    if causal:
+        token = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+        s = s.masked_fill(torch.arange(m, device=q.device) > token, -torch.inf)
+    return s if bias is None else s + bias[:, :, None, rows].to(wide)
+
+
+def _plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    for rows in _chunks(q, k):
+        s = _scores(q, k, bias, causal, scale, rows)
+        lse = s.logsumexp(-1)
+        p = (s - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp()
+        outs.append((p @ v.to(s.dtype)[:, :, None]).flatten(1, 2).to(v.dtype))
+        lses.append(lse.flatten(1, 2))
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _plain_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = spec.compute_dtype(q.dtype)
+    B, Hq, _, D = q.shape
+    Hk, m, Dv = k.shape[1], k.shape[2], v.shape[3]
+    G = Hq // Hk
+    k_wide, v_wide = k.to(wide), v.to(wide)
+    dk, dv = torch.zeros_like(k_wide), torch.zeros_like(v_wide)
+    dqs = []
+    for rows in _chunks(q, k):
+        s = _scores(q, k, bias, causal, scale, rows)
+        p = (s - lse[:, :, rows].reshape(B, Hk, G, -1, 1)).exp()
+        d_rows = d_out[:, :, rows].to(wide)
+        delta = (d_rows * out[:, :, rows].to(wide)).sum(-1).reshape(B, Hk, G, -1, 1)
+        d_rows = d_rows.reshape(B, Hk, G, -1, Dv)
+        ds = scale * p * (d_rows @ v_wide[:, :, None].mT - delta)
+        dqs.append((ds @ k_wide[:, :, None]).flatten(1, 2).to(q.dtype))
+        q_rows = q[:, :, rows].to(wide).reshape(B, Hk, -1, D)
+        dk += ds.reshape(B, Hk, -1, m).mT @ q_rows
+        dv += p.reshape(B, Hk, -1, m).mT @ d_rows.reshape(B, Hk, -1, Dv)
+    return torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)

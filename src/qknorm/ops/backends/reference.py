@@ -1,0 +1,93 @@
+"""The definition: dense attention in fp32 (fp64 for fp64 input), differentiated by autograd.
+
+Every other backend is tested against this file. Memory is T x T.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qknorm import spec
+from qknorm.ops.backends.call import Call
+from qknorm.ops.logit_stats import sink_logits
+from qknorm.ops.norm_rope import qk_norm_rope
+from qknorm.ops.stats import Rows
+from qknorm.spec import Mask, SinkToken
+
+
+def attention(call: Call) -> tuple[Tensor, Rows | None]:
+    """out `[B, Hq, Tq, Dv]` in v's dtype, and the rows if statistics are asked for."""
+    G = call.q.shape[1] // call.k.shape[1]
+    wide = spec.compute_dtype(call.q.dtype)
+    q_hat, k_hat = qk_norm_rope(
+        call.q, call.k, q_gain=call.q_gain, k_gain=call.k_gain, eps=call.eps, rope=call.rope
+    )
+    k_hat, v = (x.to(wide).repeat_interleave(G, dim=1) for x in (k_hat, call.v))
+    logits = call.scale * (q_hat.to(wide) @ k_hat.mT)
+    sink = sink_logits(
+        call.q,
+        call.sink,
+        q_gain=call.q_gain,
+        k_gain=call.k_gain,
+        eps=call.eps,
+        scale=call.scale,
+    )
+    sink_value = None
+    if isinstance(call.sink, SinkToken):
+        sink_value = call.sink.value.to(wide).repeat_interleave(G, dim=0)
+    out, rows = attend(logits, v, call.mask, sink, sink_value, stats=bool(call.stats))
+    return out.to(call.v.dtype), rows
+
+
+def attend(
+    logits: Tensor,
+    v: Tensor,
+    mask: Mask,
+    sink: Tensor | None = None,
+    sink_value: Tensor | None = None,
+    *,
+    stats: bool,
+) -> tuple[Tensor, Rows | None]:
+    """Masked softmax with a sink, from logits `[B, Hq, Tq, Tk]` and v `[B, Hq, Tk, Dv]`.
+
+    Args:
+        sink: logits that broadcast to `[B, Hq, Tq]`, added once to the denominator.
+        sink_value: `[Hq, Dv]`, weighted by the sink's probability.
+    """
+    Tq, Tk = logits.shape[-2:]
+    visible = mask.visible(Tq, Tk, logits.device)[:, None]
+    hidden_logits = logits.masked_fill(~visible, -torch.inf)
+    ceiling = hidden_logits.detach().amax(-1)
+    if sink is not None:
+        sink = sink.expand(ceiling.shape)
+        ceiling = torch.maximum(ceiling, sink.detach())
+    # A row that sees nothing has a ceiling of -inf: neutralise it before the softmax, not after.
+    origin = torch.where(ceiling == -torch.inf, 0.0, ceiling)
+    weight = (hidden_logits - origin[..., None]).exp()
+    total = weight.sum(-1)
+    if sink is not None:
+        sink_weight = (sink - origin).exp()
+        total = total + sink_weight
+    total = torch.where(total == 0, 1.0, total)
+    out = (weight / total[..., None]) @ v
+    if sink is not None and sink_value is not None:
+        out = out + (sink_weight / total)[..., None] * sink_value[:, None]
+    rows = _rows(hidden_logits.detach(), visible, mask, sink) if stats else None
+    return out, rows
+
+
+def _rows(hidden_logits: Tensor, visible: Tensor, mask: Mask, sink: Tensor | None) -> Rows:
+    """The statistics by their textbook formulas."""
+    Tq, Tk = hidden_logits.shape[-2:]
+    key_lse = hidden_logits.logsumexp(-1)
+    log_p = hidden_logits - torch.where(key_lse == -torch.inf, 0.0, key_lse)[..., None]
+    plogp = torch.where(visible, log_p.exp() * torch.where(visible, log_p, 0.0), 0.0)
+    return Rows(
+        max_logit=hidden_logits.amax(-1),
+        key_lse=key_lse,
+        entropy_nats=-plogp.sum(-1),
+        visible_keys=visible[:, 0].sum(-1),
+        is_real=mask.real_queries(Tq, Tk, hidden_logits.device),
+        sink_logit=None if sink is None else sink.detach(),
+    )

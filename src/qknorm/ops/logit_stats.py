@@ -1,0 +1,228 @@
+"""The statistics alone, streamed over blocks of scores, for any attention kernel.
+
+One pass over QK^T in fp32, linear in memory. Registered as `qknorm::logit_stats` so that a
+compiled graph sees one opaque node.
+
+Shapes: B batch, Tq / Tk tokens, Hq / Hk heads, G = Hq / Hk, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from qknorm import spec
+from qknorm.ops.blocks import hides_within, spans
+from qknorm.ops.norm_rope import qk_norm_rope
+from qknorm.ops.stats import Rows, Stats, StatsRequest, check_request
+from qknorm.spec import Mask, Rope, Sink, SinkToken
+
+KEY_BLOCK = 512
+# Scores held at once: 2 MiB in fp32, two such buffers alive.
+SCORE_BUDGET = 1 << 19
+# exp of anything below this is zero in fp32 and in fp64, and 0 * it is 0 where 0 * -inf is NaN.
+HIDDEN = -800.0
+
+
+@contextmanager
+def _full_precision_matmul() -> Iterator[None]:
+    """Statistics stay exact when the user lets fp32 products round (TF32, bf16)."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+torch.library.define(
+    "qknorm::logit_stats",
+    "(Tensor q, Tensor k, Tensor? documents, Tensor? key_padding, bool causal, int? window, "
+    "float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("qknorm::logit_stats", "CompositeExplicitAutograd")
+def _logit_stats(
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    documents: Tensor | None,
+    key_padding: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Row maximum, log-sum-exp, entropy `[B, Hq, Tq]` and visible keys `[1 or B, Tq]`.
+
+    With m the running maximum, l = sum exp(s - m) and t = sum exp(s - m) (s - m), the entropy is
+    ln(l) - t / l. Unlike lse - E[s] it does not cancel at large logits.
+    """
+    mask = Mask(causal, window, documents, key_padding)
+    B, Hq, Tq, D = q_BHTD.shape
+    Hk, Tk = k_BHTD.shape[1:3]
+    wide = spec.compute_dtype(q_BHTD.dtype)
+    device = q_BHTD.device
+    maximum = torch.full((B, Hq, Tq), -torch.inf, dtype=wide, device=device)
+    lse = torch.full_like(maximum, -torch.inf)
+    entropy = torch.zeros_like(maximum)
+    per_row = 1 if documents is None and key_padding is None else B
+    visible_keys = torch.zeros(per_row, Tq, dtype=torch.int64, device=device)
+
+    rows = max(1, min(Tq, SCORE_BUDGET // max(1, B * Hq * min(KEY_BLOCK, Tk))))
+    with torch.no_grad(), _full_precision_matmul():
+        for span in spans(mask, Tq, Tk, rows):
+            queries = (span.q_lo, span.q_hi)
+            n = span.q_hi - span.q_lo
+            q = q_BHTD[:, :, span.q_lo : span.q_hi].to(wide).reshape(B, Hk, -1, D)
+            m = torch.full((B, Hq, n), -torch.inf, dtype=wide, device=device)
+            l = torch.zeros_like(m)  # noqa: E741 - the name of the literature
+            t = torch.zeros_like(m)
+            for k_lo in range(span.k_lo, span.k_hi, KEY_BLOCK):
+                k_hi = min(k_lo + KEY_BLOCK, span.k_hi)
+                k = k_BHTD[:, :, k_lo:k_hi].to(wide)
+                s = (q @ k.mT).view(B, Hq, n, k_hi - k_lo).mul_(scale)
+                if hides_within(mask, Tq, Tk, span._replace(k_lo=k_lo, k_hi=k_hi)):
+                    visible = mask.visible(Tq, Tk, device, queries, (k_lo, k_hi))
+                    visible_keys[:, span.q_lo : span.q_hi] += visible.sum(-1)
+                    s.masked_fill_(~visible[:, None], -torch.inf)
+                else:
+                    visible_keys[:, span.q_lo : span.q_hi] += k_hi - k_lo
+                m_new = torch.maximum(m, s.amax(-1))
+                origin = torch.where(m_new == -torch.inf, 0.0, m_new)
+                s.sub_(origin[..., None]).clamp_(min=HIDDEN)
+                p = s.exp()
+                shrink = torch.where(m == -torch.inf, 0.0, m - origin)
+                decay = torch.where(m == -torch.inf, 0.0, shrink.exp())
+                t = decay * (t + l * shrink)
+                l = decay * l + p.sum(-1)  # noqa: E741
+                t = t + p.mul_(s).sum(-1)
+                m = m_new
+            seen = m != -torch.inf
+            maximum[:, :, span.q_lo : span.q_hi] = m
+            lse[:, :, span.q_lo : span.q_hi] = torch.where(seen, m + l.log(), -torch.inf)
+            entropy[:, :, span.q_lo : span.q_hi] = torch.where(seen, l.log() - t / l, 0.0)
+    # Rounding can leave a one-key row at -1e-7.
+    return maximum, lse, entropy.clamp_(min=0.0), visible_keys
+
+
+@torch.library.register_fake("qknorm::logit_stats")
+def _(
+    q: Tensor,
+    k: Tensor,
+    documents: Tensor | None,
+    key_padding: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    row = q.new_empty(q.shape[:3], dtype=spec.compute_dtype(q.dtype))
+    per_row = 1 if documents is None and key_padding is None else q.shape[0]
+    keys = q.new_empty((per_row, q.shape[2]), dtype=torch.int64)
+    return row, torch.empty_like(row), torch.empty_like(row), keys
+
+
+def stream_rows(
+    q_hat: Tensor, k_hat: Tensor, mask: Mask, scale: float, sink_logit: Tensor | None
+) -> Rows:
+    """Rows of q and k as the attention kernel sees them: normalised, rotated and rounded.
+
+    `sink_logit` broadcasts to `[B, Hq, Tq]`.
+    """
+    maximum, lse, entropy, keys = torch.ops.qknorm.logit_stats(
+        q_hat.detach(),
+        k_hat.detach(),
+        mask.documents,
+        mask.key_padding,
+        mask.causal,
+        mask.window,
+        scale,
+    )
+    if sink_logit is not None:
+        sink_logit = sink_logit.detach().to(lse.dtype).expand(lse.shape)
+    return Rows(
+        max_logit=maximum,
+        key_lse=lse,
+        entropy_nats=entropy,
+        visible_keys=keys,
+        is_real=mask.real_queries(q_hat.shape[2], k_hat.shape[2], q_hat.device),
+        sink_logit=sink_logit,
+    )
+
+
+def sink_logits(
+    q: Tensor,
+    sink: Sink | SinkToken | None,
+    *,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    eps: float,
+    scale: float,
+) -> Tensor | None:
+    """The sink as logits in the compute dtype, `[Hq, 1]` or `[B, Hq, Tq]`, differentiable; or None.
+
+    q is `[B, Hq, Tq, D]` as it came in: a sink token stands outside RoPE.
+    """
+    wide = spec.compute_dtype(q.dtype)
+    if sink is None:
+        return None
+    if isinstance(sink, SinkToken):
+        Hk, D = sink.key.shape
+        token_1HTD = sink.key.to(q.dtype)[None, :, None].expand(q.shape[0], Hk, 1, D)
+        q_hat, token_hat = qk_norm_rope(q, token_1HTD, q_gain=q_gain, k_gain=k_gain, eps=eps)
+        grouped = token_hat.to(wide).repeat_interleave(q.shape[1] // Hk, dim=1)
+        return scale * (q_hat.to(wide) * grouped).sum(-1)
+    if isinstance(sink, Tensor):
+        return sink.to(wide)[:, None]
+    return torch.zeros(q.shape[1], 1, dtype=wide, device=q.device)
+
+
+def logit_stats(
+    q: Tensor,
+    k: Tensor,
+    *,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 1e-6,
+    rope: Rope | None = None,
+    mask: Mask = Mask(causal=True),
+    sink: Sink | SinkToken | None = None,
+    scale: float | None = None,
+    stats: StatsRequest = True,
+) -> Stats:
+    """Exact statistics of an attention that runs elsewhere: max logit, entropy, sink mass.
+
+    Takes no gradient and holds no T x T buffer. Arguments are those of `qknorm.attention`; pass q
+    and k before the norm with their gains, or after it without.
+
+    Args:
+        q: `[B, Hq, Tq, D]`.
+        k: `[B, Hk, Tk, D]`.
+        stats: True, or "rows" to keep the values of each row.
+
+    Returns:
+        `Stats`, each value fp32 `[Hq]` (fp64 for fp64 input).
+
+    Raises:
+        ValueError: the arguments do not fit together.
+    """
+    check_request(stats)
+    with torch.no_grad():
+        spec.check_attention(
+            q,
+            k,
+            k,
+            q_gain=q_gain,
+            k_gain=k_gain,
+            eps=eps,
+            rope=rope,
+            mask=mask,
+            sink=sink if not isinstance(sink, SinkToken) else SinkToken(sink.key, sink.key),
+        )
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        q_hat, k_hat = qk_norm_rope(q, k, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope)
+        sink_logit = sink_logits(q, sink, q_gain=q_gain, k_gain=k_gain, eps=eps, scale=scale)
+        rows = stream_rows(q_hat, k_hat, mask, scale, sink_logit)
+        return Stats.from_rows(rows, keep_rows=stats == "rows")

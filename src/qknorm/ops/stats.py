@@ -1,0 +1,161 @@
+"""Exact statistics of attention: per row, per head, and how parts of them merge.
+
+Shapes: B batch, T tokens, Hq query heads. Rows are queries of one head. All values are fp32
+(fp64 for fp64 input) and carry no gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+StatsRequest = bool | Literal["rows"]
+
+
+def check_request(stats: StatsRequest) -> None:
+    """Refuse anything but False, True and "rows"."""
+    if not isinstance(stats, bool) and stats != "rows":
+        raise ValueError(f'stats must be False, True or "rows"; got {stats!r}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The values of each row, over its visible keys.
+
+    Attributes:
+        max_logit: `[B, Hq, Tq]`; -inf where no key is visible.
+        key_lse: `[B, Hq, Tq]` nats, log of the sum of exp(logit) over the keys, without the sink;
+            -inf where no key is visible.
+        entropy_nats: `[B, Hq, Tq]`, of the softmax over the keys; 0 where no key is visible.
+        visible_keys: `[B or 1, Tq]`, int64.
+        is_real: `[B or 1, Tq]`, bool; False for a query whose own token is padding.
+        sink_logit: `[B, Hq, Tq]` or None.
+    """
+
+    max_logit: Tensor
+    key_lse: Tensor
+    entropy_nats: Tensor
+    visible_keys: Tensor
+    is_real: Tensor
+    sink_logit: Tensor | None = None
+
+    @property
+    def lse(self) -> Tensor:
+        """`[B, Hq, Tq]` nats: log of the whole denominator, the sink included."""
+        if self.sink_logit is None:
+            return self.key_lse
+        return torch.logaddexp(self.key_lse, self.sink_logit)
+
+    def merge_keys(self, *others: Rows) -> Rows:
+        """The rows over the union of disjoint key splits. A sink is carried once, from `self`.
+
+        With weights w_i = exp(lse_i - lse): H = sum_i w_i (H_i + lse - lse_i), from H = lse - E[s].
+        """
+        parts = (self, *others)
+        lses = torch.stack([part.key_lse for part in parts])
+        lse = lses.logsumexp(0)
+        below = torch.where(lses == -torch.inf, 0.0, lse - lses)
+        weight = torch.where(lses == -torch.inf, 0.0, torch.exp(-below))
+        entropies = torch.stack([part.entropy_nats for part in parts])
+        return Rows(
+            max_logit=torch.stack([part.max_logit for part in parts]).amax(0),
+            key_lse=lse,
+            entropy_nats=(weight * (entropies + below)).sum(0),
+            visible_keys=torch.stack([part.visible_keys for part in parts]).sum(0),
+            is_real=self.is_real,
+            sink_logit=self.sink_logit,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """Statistics per query head over the counted rows: real queries that see a key.
+
+    Kept as maxima, sums and counts, so that micro-batches, ranks and key splits merge exactly. A
+    mean over no row is NaN, the maximum over none -inf.
+
+    Attributes:
+        max_logit: `[Hq]`, the largest visible logit, before the sink.
+        entropy_sum: `[Hq]` nats, summed over counted rows.
+        ratio_sum: `[Hq]`, entropy / ln(visible keys), summed over counted rows with two keys or more.
+        sink_sum: `[Hq]`, the probability that went to the sink, summed over counted rows.
+        row_count, ratio_count: `[]`, int64.
+        rows: the values of each row, where they were asked for.
+    """
+
+    max_logit: Tensor
+    entropy_sum: Tensor
+    ratio_sum: Tensor
+    sink_sum: Tensor
+    row_count: Tensor
+    ratio_count: Tensor
+    rows: Rows | None = None
+
+    @property
+    def entropy_nats(self) -> Tensor:
+        """`[Hq]`, mean over counted rows of the entropy of the softmax over the keys, in nats."""
+        return self.entropy_sum / self.row_count
+
+    @property
+    def entropy_ratio(self) -> Tensor:
+        """`[Hq]` in 0..1, mean of entropy / ln(visible keys) over rows with two keys or more."""
+        return self.ratio_sum / self.ratio_count
+
+    @property
+    def sink_mass(self) -> Tensor:
+        """`[Hq]` in 0..1, mean probability of the sink; 0 without one."""
+        return self.sink_sum / self.row_count
+
+    @staticmethod
+    def from_rows(rows: Rows, *, keep_rows: bool = False) -> Stats:
+        """Reduce rows to heads."""
+        keys_B1T = rows.visible_keys[:, None]
+        counted = (rows.is_real & (rows.visible_keys > 0))[:, None].expand(rows.max_logit.shape)
+        has_choice = counted & (keys_B1T > 1)
+        ratio = rows.entropy_nats / torch.log(keys_B1T.clamp(min=2).to(rows.entropy_nats.dtype))
+        if rows.sink_logit is None:
+            sink = torch.zeros_like(rows.entropy_nats)
+        else:
+            sink = torch.exp(rows.sink_logit - rows.lse)
+
+        def total(x: Tensor, where: Tensor) -> Tensor:
+            return torch.where(where, x, 0.0).sum((0, 2))
+
+        return Stats(
+            max_logit=torch.where(counted, rows.max_logit, -torch.inf).amax((0, 2)),
+            entropy_sum=total(rows.entropy_nats, counted),
+            ratio_sum=total(ratio, has_choice),
+            sink_sum=total(sink, counted),
+            row_count=counted[:, 0].sum(),
+            ratio_count=has_choice[:, 0].sum(),
+            rows=rows if keep_rows else None,
+        )
+
+    def merge(self, *others: Stats) -> Stats:
+        """The statistics over the rows of all parts (micro-batches, ranks); row values are dropped."""
+        parts = (self, *others)
+
+        def total(name: str) -> Tensor:
+            return torch.stack([getattr(part, name) for part in parts]).sum(0)
+
+        return Stats(
+            max_logit=torch.stack([part.max_logit for part in parts]).amax(0),
+            entropy_sum=total("entropy_sum"),
+            ratio_sum=total("ratio_sum"),
+            sink_sum=total("sink_sum"),
+            row_count=total("row_count"),
+            ratio_count=total("ratio_count"),
+        )
+
+    def merge_keys(self, *others: Stats) -> Stats:
+        """The statistics of the same queries over the union of disjoint key splits.
+
+        Needs parts made with `stats="rows"`. Raises ValueError otherwise.
+        """
+        rows = [part.rows for part in (self, *others) if part.rows is not None]
+        if len(rows) != 1 + len(others):
+            raise ValueError('merging key splits needs row values: ask for them with stats="rows"')
+        return Stats.from_rows(rows[0].merge_keys(*rows[1:]), keep_rows=True)

@@ -1,0 +1,383 @@
+"""The vocabulary: what a mask, a rotation, a sink and a dialect of QK-norm are, and what is refused.
+
+Shapes: B batch, Tq / Tk query / key tokens, Hq / Hk query / key heads, D head width, R rotary width.
+Every object is checked where it is made; what needs the tensors is checked by `check_attention`,
+with one sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+RopeLayout = Literal["half", "interleaved"]
+Statistic = Literal["head", "full"]
+GainShape = Literal["per_head", "shared", "full", "none"]
+EpsPlace = Literal["mean", "sum", "outside"]
+NormOrder = Literal["before_rope", "after_rope"]
+Sink = Tensor | Literal["off_by_one"]
+
+HALF_PRECISION = (torch.float16, torch.bfloat16)
+FLOATING = (*HALF_PRECISION, torch.float32, torch.float64)
+MIN_HALF_EPS = 1e-6
+
+
+class UnsupportedError(ValueError):
+    """A backend, named explicitly, that does not support the call. The message names one that does."""
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of every statistic and every accumulation: fp32, or fp64 for fp64 input."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _choose(name: str, value: object, options: tuple[str, ...]) -> None:
+    if value not in options:
+        raise ValueError(f"{name} must be one of {', '.join(options)}; got {value!r}")
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which (query, key) pairs are visible. The conditions combine by "and".
+
+    Queries are the last Tq of the Tk tokens (bottom-right alignment), so query i is token
+    `i + Tk - Tq`.
+
+    Attributes:
+        causal: a query sees its own token and earlier ones.
+        window: W >= 1; a query sees W keys, its own included. Without `causal` the window is
+            two-sided: keys at a distance below W.
+        documents: integer ids `[B, Tk]`; pairs of different ids are hidden, a negative id is padding.
+        key_padding: bool `[B, Tk]`, True for a real token.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    documents: Tensor | None = None
+    key_padding: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"window must be at least 1 (a query sees itself); got {self.window}. "
+                "Use window=None for no window."
+            )
+        if self.documents is not None and (
+            self.documents.dim() != 2
+            or self.documents.dtype == torch.bool
+            or self.documents.dtype.is_floating_point
+        ):
+            raise ValueError(
+                "documents must be integer ids of shape [B, Tk]; got "
+                f"{self.documents.dtype} of shape {list(self.documents.shape)}"
+            )
+        if self.key_padding is not None and (
+            self.key_padding.dim() != 2 or self.key_padding.dtype != torch.bool
+        ):
+            raise ValueError(
+                "key_padding must be bool of shape [B, Tk], True for a real token; got "
+                f"{self.key_padding.dtype} of shape {list(self.key_padding.shape)}"
+            )
+
+    def visible(
+        self,
+        Tq: int,
+        Tk: int,
+        device: torch.device,
+        queries: tuple[int, int] | None = None,
+        keys: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """The definition: bool `[1 or B, queries, keys]`, for a block of it if ranges are given."""
+        q_lo, q_hi = queries or (0, Tq)
+        k_lo, k_hi = keys or (0, Tk)
+        query_token = torch.arange(q_lo, q_hi, device=device) + (Tk - Tq)
+        distance = query_token[:, None] - torch.arange(k_lo, k_hi, device=device)
+        visible = torch.ones_like(distance, dtype=torch.bool)
+        if self.causal:
+            visible = visible & (distance >= 0)
+        if self.window is not None:
+            visible = visible & (distance < self.window) & (distance > -self.window)
+        visible = visible[None]
+        if self.documents is not None:
+            query_ids = self.documents[:, q_lo + Tk - Tq : q_hi + Tk - Tq, None]
+            key_ids = self.documents[:, None, k_lo:k_hi]
+            visible = visible & (query_ids == key_ids) & (key_ids >= 0)
+        if self.key_padding is not None:
+            visible = visible & self.key_padding[:, None, k_lo:k_hi]
+        return visible
+
+    def real_queries(self, Tq: int, Tk: int, device: torch.device) -> Tensor:
+        """Bool `[1 or B, Tq]`: the query's own token is not padding, so its row is counted."""
+        real = torch.ones(1, Tk, dtype=torch.bool, device=device)
+        if self.documents is not None:
+            real = real & (self.documents >= 0)
+        if self.key_padding is not None:
+            real = real & self.key_padding
+        # With Tq > Tk (cross-attention) the first queries have no token among the keys.
+        return real[:, Tk - Tq :] if Tq <= Tk else F.pad(real, (Tq - Tk, 0), value=True)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A table of rotations. The rotary width R is twice its last axis; there is no default width.
+
+    Attributes:
+        cos, sin: `[Tk, R/2]`, or `[B, Tk, R/2]` where positions differ by row, R <= D. Queries use
+            the last Tq rows.
+        layout: "half" rotates entry i with i + R/2 (Llama, Qwen); "interleaved" 2i with 2i + 1 (GPT-J).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    layout: RopeLayout
+
+    def __post_init__(self) -> None:
+        _choose("layout", self.layout, ("half", "interleaved"))
+        if self.cos.shape != self.sin.shape or self.cos.dim() not in (2, 3):
+            raise ValueError(
+                "cos and sin must share one shape, [T, R/2] or [B, T, R/2]; got "
+                f"{list(self.cos.shape)} and {list(self.sin.shape)}"
+            )
+        if not self.cos.dtype.is_floating_point or not self.sin.dtype.is_floating_point:
+            raise ValueError(
+                f"cos and sin must be floating point; got {self.cos.dtype}, {self.sin.dtype}"
+            )
+
+    @property
+    def width(self) -> int:
+        """The rotary width R."""
+        return 2 * self.cos.shape[-1]
+
+    def last(self, tokens: int) -> Rope:
+        """The rotations of the last `tokens` tokens."""
+        start = self.cos.shape[-2] - tokens
+        return Rope(self.cos[..., start:, :], self.sin[..., start:, :], self.layout)
+
+
+@dataclass(frozen=True)
+class SinkToken:
+    """A learnable key and value per key head that every query sees, on top of the mask.
+
+    The key passes through the norm of the keys if there is one. It stands outside RoPE: neither it
+    nor the query is rotated for this one logit, so that relative positions survive.
+
+    Attributes:
+        key: `[Hk, D]`.
+        value: `[Hk, Dv]`.
+    """
+
+    key: Tensor
+    value: Tensor
+
+    def __post_init__(self) -> None:
+        if self.key.dim() != 2 or self.value.dim() != 2:
+            raise ValueError(
+                "a sink token needs a key [Hk, D] and a value [Hk, Dv]; got "
+                f"{list(self.key.shape)} and {list(self.value.shape)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormDialect:
+    """One project's variant of QK-norm. The defaults are the one the operator runs fast.
+
+    Attributes:
+        statistic: "head": mean of squares over the head's own D; "full": over all heads of a token.
+        gain: "per_head" `[heads, D]`, "shared" `[D]`, "full" `[heads * D]`, or "none".
+        offset: the stored parameter w means a gain of `offset + w`: 0.0 (w) or 1.0 (1 + w, Gemma).
+        eps: added to the mean of squares unless `eps_place` says otherwise.
+        eps_place: "mean": rsqrt(mean + eps); "sum": rsqrt((sum + eps) / D), which is D times weaker;
+            "outside": 1 / (sqrt(mean) + eps).
+        order: "before_rope" or "after_rope".
+        value: also normalise V, without a gain (HybridNorm, Gemma 4); the usual QK-norm never does.
+    """
+
+    statistic: Statistic = "head"
+    gain: GainShape = "per_head"
+    offset: float = 0.0
+    eps: float = 1e-6
+    eps_place: EpsPlace = "mean"
+    order: NormOrder = "before_rope"
+    value: bool = False
+
+    def __post_init__(self) -> None:
+        _choose("statistic", self.statistic, ("head", "full"))
+        _choose("gain", self.gain, ("per_head", "shared", "full", "none"))
+        _choose("eps_place", self.eps_place, ("mean", "sum", "outside"))
+        _choose("order", self.order, ("before_rope", "after_rope"))
+        if self.offset not in (0.0, 1.0):
+            raise ValueError(f"offset must be 0 (gain w) or 1 (gain 1 + w); got {self.offset}")
+        if not self.eps > 0 or not math.isfinite(self.eps):
+            raise ValueError(f"eps must be positive; got {self.eps}. 1e-6 is the usual choice.")
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the operator can apply this dialect itself, given gains `[heads, D]`."""
+        return (self.statistic, self.eps_place, self.order) == ("head", "mean", "before_rope")
+
+    def gain_size(self, heads: int, head_dim: int) -> tuple[int, ...] | None:
+        """Shape of the stored gain for a tensor of `heads` heads, None without one."""
+        return {
+            "per_head": (heads, head_dim),
+            "shared": (head_dim,),
+            "full": (heads * head_dim,),
+            "none": None,
+        }[self.gain]
+
+    @staticmethod
+    def of_gain(
+        shape: tuple[int, ...], *, heads: int, head_dim: int, statistic: Statistic | None = None
+    ) -> NormDialect:
+        """The dialect of a stored gain, from its shape.
+
+        `[heads * D]` and `[heads, D]` hold the same numbers, so the flat form says nothing of the
+        axis of the statistic: declare it. Raises ValueError for any other shape.
+        """
+        shape = tuple(shape)
+        if shape == (heads, head_dim):
+            return NormDialect(gain="per_head", statistic=statistic or "head")
+        if shape == (head_dim,) and heads > 1:
+            return NormDialect(gain="shared", statistic=statistic or "head")
+        if shape == (heads * head_dim,):
+            if statistic is None and heads > 1:
+                raise ValueError(
+                    f"a flat gain of {heads * head_dim} entries fits a statistic over the head and over "
+                    'the full width: declare statistic="head" or statistic="full"'
+                )
+            return NormDialect(gain="full", statistic=statistic or "head")
+        raise ValueError(
+            f"no dialect has a gain of shape {list(shape)} for {heads} heads of {head_dim}: expected "
+            f"[{head_dim}] (shared), [{heads}, {head_dim}] (per head) or [{heads * head_dim}] (full width)"
+        )
+
+
+def check_eps(eps: float, dtype: torch.dtype) -> None:
+    """Refuse an eps that is not positive, or lost in half precision."""
+    if not eps > 0 or not math.isfinite(eps):
+        raise ValueError(f"eps must be positive; got {eps}. 1e-6 is the usual choice.")
+    if dtype in HALF_PRECISION and eps < MIN_HALF_EPS:
+        raise ValueError(
+            f"eps={eps:g} is too small for {dtype} inputs: use at least {MIN_HALF_EPS:g}, or fp32 inputs"
+        )
+
+
+def check_qk(
+    q: Tensor,
+    k: Tensor,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    eps: float,
+    rope: Rope | None,
+) -> None:
+    """Check q `[B, Hq, Tq, D]` and k `[B, Hk, Tk, D]` against each other, the gains and the table."""
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be [B, H, T, D]; got {list(x.shape)}")
+        if x.dtype not in FLOATING:
+            raise ValueError(f"{name} must be fp16, bf16, fp32 or fp64; got {x.dtype}")
+    if q.dtype != k.dtype or q.device != k.device:
+        raise ValueError(
+            "q and k must share dtype and device; got "
+            f"{q.dtype} on {q.device} and {k.dtype} on {k.device}"
+        )
+    (B, Hq, Tq, D), (Bk, Hk, Tk, Dk) = q.shape, k.shape
+    if B != Bk or D != Dk:
+        raise ValueError(
+            f"q and k must share batch and head width; got {list(q.shape)} and {list(k.shape)}"
+        )
+    if Hk == 0 or Hq % Hk != 0:
+        raise ValueError(
+            f"{Hq} query heads do not divide among {Hk} key heads: Hq must be a multiple of Hk"
+        )
+    for name, gain, heads in (("q_gain", q_gain, Hq), ("k_gain", k_gain, Hk)):
+        if gain is None:
+            continue
+        check_eps(eps, q.dtype)
+        if tuple(gain.shape) != (heads, D):
+            raise ValueError(
+                f"{name} must be [heads, D] = [{heads}, {D}]; got {list(gain.shape)}. Expand a shared "
+                "gain [D]; other dialects are in qknorm.nn.QKNorm."
+            )
+        if not gain.dtype.is_floating_point:
+            raise ValueError(f"{name} must be floating point; got {gain.dtype}")
+    if rope is not None:
+        if rope.width > D:
+            raise ValueError(
+                f"the table rotates {rope.width} entries but a head has {D}: R must be at most D"
+            )
+        if rope.cos.shape[-2] != Tk or Tq > Tk:
+            raise ValueError(
+                f"the table has {rope.cos.shape[-2]} positions for {Tk} keys and {Tq} queries: it must "
+                "cover every key, and queries are the last Tq tokens"
+            )
+        if rope.cos.dim() == 3 and rope.cos.shape[0] not in (1, B):
+            raise ValueError(f"the table is for a batch of {rope.cos.shape[0]}, q for one of {B}")
+
+
+def check_mask(mask: Mask, B: int, Tq: int, Tk: int, device: torch.device) -> None:
+    """Check the tensors of a mask against the call."""
+    for name, x in (("documents", mask.documents), ("key_padding", mask.key_padding)):
+        if x is None:
+            continue
+        if tuple(x.shape) != (B, Tk):
+            raise ValueError(f"{name} must be [B, Tk] = [{B}, {Tk}]; got {list(x.shape)}")
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}, q on {device}: move it there")
+    if mask.documents is not None and Tq > Tk:
+        raise ValueError(
+            f"documents need queries that are the last Tq of the Tk tokens; got Tq={Tq} > Tk={Tk}"
+        )
+
+
+def check_sink(sink: Sink | SinkToken | None, Hq: int, Hk: int, D: int, Dv: int) -> None:
+    """Check the kind and shape of a sink."""
+    if sink is None or (isinstance(sink, str) and sink == "off_by_one"):
+        return
+    if isinstance(sink, SinkToken):
+        if sink.key.shape != (Hk, D) or sink.value.shape != (Hk, Dv):
+            raise ValueError(
+                f"a sink token needs key [{Hk}, {D}] and value [{Hk}, {Dv}]; got "
+                f"{list(sink.key.shape)} and {list(sink.value.shape)}"
+            )
+    elif not isinstance(sink, Tensor):
+        raise ValueError(
+            f'sink must be None, "off_by_one", a tensor [Hq] or a SinkToken; got {sink!r}'
+        )
+    elif sink.shape != (Hq,) or not sink.dtype.is_floating_point:
+        raise ValueError(
+            f"a learnable sink is one floating point logit per query head, [{Hq}]; got "
+            f"{sink.dtype} of shape {list(sink.shape)}"
+        )
+
+
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    eps: float,
+    rope: Rope | None,
+    mask: Mask,
+    sink: Sink | SinkToken | None,
+) -> None:
+    """Check a whole call of the operator. Raises ValueError with one sentence."""
+    check_qk(q, k, q_gain, k_gain, eps, rope)
+    if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v must be [B, Hk, Tk, Dv] with k's first three axes; got {list(v.shape)} for "
+            f"k {list(k.shape)}"
+        )
+    if v.dtype != q.dtype or v.device != q.device:
+        raise ValueError(
+            f"v must share q's dtype and device; got {v.dtype} on {v.device} for "
+            f"{q.dtype} on {q.device}"
+        )
+    check_mask(mask, q.shape[0], q.shape[2], k.shape[2], q.device)
+    check_sink(sink, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
