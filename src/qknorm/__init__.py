@@ -1,12 +1,14 @@
 """QK-Norm attention for PyTorch, and the two numbers that tell whether a run is about to blow up."""
 
+from qknorm import nn
 from qknorm.ops import Rows, Stats, attention, logit_bound, logit_stats, qk_norm_rope
-from qknorm.spec import Mask, NormDialect, Rope, SinkToken, UnsupportedError
+from qknorm.spec import Mask, NormDialect, Rope, RowSink, SinkToken, UnsupportedError
 
 __all__ = [
     "Mask",
     "NormDialect",
     "Rope",
+    "RowSink",
     "Rows",
     "SinkToken",
     "Stats",
@@ -14,6 +16,7 @@ __all__ = [
     "attention",
     "logit_bound",
     "logit_stats",
+    "nn",
     "qk_norm_rope",
 ]
 __version__ = "0.1.0.dev0"

@@ -20,7 +20,6 @@ Statistic = Literal["head", "full"]
 GainShape = Literal["per_head", "shared", "full", "none"]
 EpsPlace = Literal["mean", "sum", "outside"]
 NormOrder = Literal["before_rope", "after_rope"]
-Sink = Tensor | Literal["off_by_one"]
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 FLOATING = (*HALF_PRECISION, torch.float32, torch.float64)
@@ -182,6 +181,22 @@ class SinkToken:
             )
 
 
+@dataclass(frozen=True)
+class RowSink:
+    """A sink whose logit differs by query, computed by the caller.
+
+    Attributes:
+        logit: `[B, Hq, Tq]`, not scaled again.
+        value: `[Hk, Dv]` that the sink's probability carries to the output, or None for none.
+    """
+
+    logit: Tensor
+    value: Tensor | None = None
+
+
+Sink = Tensor | Literal["off_by_one"] | SinkToken | RowSink
+
+
 @dataclass(frozen=True, kw_only=True)
 class NormDialect:
     """One project's variant of QK-norm. The defaults are the one the operator runs fast.
@@ -252,7 +267,7 @@ class NormDialect:
             return NormDialect(gain="full", statistic=statistic or "head")
         raise ValueError(
             f"no dialect has a gain of shape {list(shape)} for {heads} heads of {head_dim}: expected "
-            f"[{head_dim}] (shared), [{heads}, {head_dim}] (per head) or [{heads * head_dim}] (full width)"
+            f"[{head_dim}] (shared), [{heads}, {head_dim}] (per head) or [{heads * head_dim}] (full)"
         )
 
 
@@ -286,7 +301,7 @@ def check_qk(
             f"{q.dtype} on {q.device} and {k.dtype} on {k.device}"
         )
     (B, Hq, Tq, D), (Bk, Hk, Tk, Dk) = q.shape, k.shape
-    if B != Bk or D != Dk:
+    if Bk != B or Dk != D:
         raise ValueError(
             f"q and k must share batch and head width; got {list(q.shape)} and {list(k.shape)}"
         )
@@ -334,8 +349,10 @@ def check_mask(mask: Mask, B: int, Tq: int, Tk: int, device: torch.device) -> No
         )
 
 
-def check_sink(sink: Sink | SinkToken | None, Hq: int, Hk: int, D: int, Dv: int) -> None:
-    """Check the kind and shape of a sink."""
+def check_sink(sink: Sink | None, q: Tensor, v: Tensor) -> None:
+    """Check the kind and shapes of a sink against q `[B, Hq, Tq, D]` and v `[B, Hk, Tk, Dv]`."""
+    Hk, Dv = v.shape[1], v.shape[3]
+    B, Hq, Tq, D = q.shape
     if sink is None or (isinstance(sink, str) and sink == "off_by_one"):
         return
     if isinstance(sink, SinkToken):
@@ -344,9 +361,15 @@ def check_sink(sink: Sink | SinkToken | None, Hq: int, Hk: int, D: int, Dv: int)
                 f"a sink token needs key [{Hk}, {D}] and value [{Hk}, {Dv}]; got "
                 f"{list(sink.key.shape)} and {list(sink.value.shape)}"
             )
+    elif isinstance(sink, RowSink):
+        if sink.logit.shape != (B, Hq, Tq) or (sink.value is not None and sink.value.shape != (Hk, Dv)):
+            raise ValueError(
+                f"a sink by row needs logits [{B}, {Hq}, {Tq}] and values [{Hk}, {Dv}] or None; got "
+                f"{list(sink.logit.shape)} and {None if sink.value is None else list(sink.value.shape)}"
+            )
     elif not isinstance(sink, Tensor):
         raise ValueError(
-            f'sink must be None, "off_by_one", a tensor [Hq] or a SinkToken; got {sink!r}'
+            f'sink must be None, "off_by_one", a tensor [Hq], a SinkToken or a RowSink; got {sink!r}'
         )
     elif sink.shape != (Hq,) or not sink.dtype.is_floating_point:
         raise ValueError(
@@ -365,7 +388,7 @@ def check_attention(
     eps: float,
     rope: Rope | None,
     mask: Mask,
-    sink: Sink | SinkToken | None,
+    sink: Sink | None,
 ) -> None:
     """Check a whole call of the operator. Raises ValueError with one sentence."""
     check_qk(q, k, q_gain, k_gain, eps, rope)
@@ -376,8 +399,7 @@ def check_attention(
         )
     if v.dtype != q.dtype or v.device != q.device:
         raise ValueError(
-            f"v must share q's dtype and device; got {v.dtype} on {v.device} for "
-            f"{q.dtype} on {q.device}"
+            f"v must share q's dtype and device; got {v.dtype} on {v.device} for {q.dtype} on {q.device}"
         )
     check_mask(mask, q.shape[0], q.shape[2], k.shape[2], q.device)
-    check_sink(sink, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+    check_sink(sink, q, v)

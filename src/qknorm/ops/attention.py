@@ -10,8 +10,9 @@ from torch import Tensor
 from qknorm import spec
 from qknorm.ops.backends import choose
 from qknorm.ops.backends.call import Call
+from qknorm.ops.sinks import sink_logits, sink_values
 from qknorm.ops.stats import Stats, StatsRequest, check_request
-from qknorm.spec import Mask, Rope, Sink, SinkToken
+from qknorm.spec import Mask, Rope, Sink
 
 
 @overload
@@ -25,7 +26,7 @@ def attention(
     eps: float = 1e-6,
     rope: Rope | None = None,
     mask: Mask = Mask(causal=True),
-    sink: Sink | SinkToken | None = None,
+    sink: Sink | None = None,
     scale: float | None = None,
     stats: Literal[False] = False,
     backend: str = "auto",
@@ -43,7 +44,7 @@ def attention(
     eps: float = 1e-6,
     rope: Rope | None = None,
     mask: Mask = Mask(causal=True),
-    sink: Sink | SinkToken | None = None,
+    sink: Sink | None = None,
     scale: float | None = None,
     stats: Literal[True, "rows"],
     backend: str = "auto",
@@ -61,7 +62,7 @@ def attention(
     eps: float = 1e-6,
     rope: Rope | None = None,
     mask: Mask = Mask(causal=True),
-    sink: Sink | SinkToken | None = None,
+    sink: Sink | None = None,
     scale: float | None = None,
     stats: StatsRequest = False,
     backend: str = "auto",
@@ -78,7 +79,7 @@ def attention(
     eps: float = 1e-6,
     rope: Rope | None = None,
     mask: Mask = Mask(causal=True),
-    sink: Sink | SinkToken | None = None,
+    sink: Sink | None = None,
     scale: float | None = None,
     stats: StatsRequest = False,
     backend: str = "auto",
@@ -99,8 +100,8 @@ def attention(
         eps: added to the mean of squares; at least 1e-6 in half precision.
         rope: rotations for all Tk tokens, applied after the norm; queries are the last Tq tokens.
         mask: visible pairs, see `Mask`. A row that sees no key gives 0.
-        sink: None, "off_by_one" (a logit of 0), a logit per query head `[Hq]`, or a `SinkToken`;
-            added once to the denominator, not scaled.
+        sink: None, "off_by_one" (a logit of 0), a logit per query head `[Hq]`, a `SinkToken` or a
+            `RowSink`; added once to the denominator, not scaled.
         scale: of the logits; 1/sqrt(D) if None.
         stats: also return `Stats`; "rows" keeps the values of each row. Changes no output bit.
         backend: "auto" or a name from `qknorm env`.
@@ -119,25 +120,31 @@ def attention(
     if torch.is_autocast_enabled(device):
         low = torch.get_autocast_dtype(device)
         q, k, v = (x if x.dtype == torch.float64 else x.to(low) for x in (q, k, v))
-    spec.check_attention(
-        q, k, v, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope, mask=mask, sink=sink
-    )
-    call = Call(
-        q=q,
-        k=k,
-        v=v,
-        q_gain=q_gain,
-        k_gain=k_gain,
-        eps=eps,
-        rope=rope,
-        mask=mask,
-        sink=sink,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        stats=stats,
-    )
-    chosen = choose(backend, call.case())
+    spec.check_attention(q, k, v, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope, mask=mask, sink=sink)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(device, enabled=False):
-        out, rows = chosen.run(call)
+        return run(
+            Call(
+                q=q,
+                k=k,
+                v=v,
+                q_gain=q_gain,
+                k_gain=k_gain,
+                eps=eps,
+                rope=rope,
+                mask=mask,
+                sink_logit=sink_logits(q, sink, q_gain=q_gain, k_gain=k_gain, eps=eps, scale=scale),
+                sink_value=sink_values(sink, q.shape[1]),
+                scale=scale,
+                stats=stats,
+            ),
+            backend,
+        )
+
+
+def run(call: Call, backend: str) -> Tensor | tuple[Tensor, Stats]:
+    """Serve a checked call, with autocast off."""
+    out, rows = choose(backend, call.case()).run(call)
     if rows is None:
         return out
-    return out, Stats.from_rows(rows, keep_rows=stats == "rows")
+    return out, Stats.from_rows(rows, keep_rows=call.stats == "rows")

@@ -56,7 +56,7 @@ def logit_bound(
         ValueError: gains, table or widths do not fit.
     """
     (Hq, D), (Hk, Dk) = q_gain.shape, k_gain.shape
-    if D != Dk or Hq % Hk != 0:
+    if Dk != D or Hq % Hk != 0:
         raise ValueError(
             f"gains must be [Hq, D] and [Hk, D] with Hq a multiple of Hk; got {list(q_gain.shape)} "
             f"and {list(k_gain.shape)}"

@@ -17,8 +17,9 @@ from torch import Tensor
 from qknorm import spec
 from qknorm.ops.blocks import hides_within, spans
 from qknorm.ops.norm_rope import qk_norm_rope
+from qknorm.ops.sinks import sink_logits
 from qknorm.ops.stats import Rows, Stats, StatsRequest, check_request
-from qknorm.spec import Mask, Rope, Sink, SinkToken
+from qknorm.spec import Mask, Rope, Sink
 
 KEY_BLOCK = 512
 # Scores held at once: 2 MiB in fp32, two such buffers alive.
@@ -152,33 +153,6 @@ def stream_rows(
     )
 
 
-def sink_logits(
-    q: Tensor,
-    sink: Sink | SinkToken | None,
-    *,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
-    eps: float,
-    scale: float,
-) -> Tensor | None:
-    """The sink as logits in the compute dtype, `[Hq, 1]` or `[B, Hq, Tq]`, differentiable; or None.
-
-    q is `[B, Hq, Tq, D]` as it came in: a sink token stands outside RoPE.
-    """
-    wide = spec.compute_dtype(q.dtype)
-    if sink is None:
-        return None
-    if isinstance(sink, SinkToken):
-        Hk, D = sink.key.shape
-        token_1HTD = sink.key.to(q.dtype)[None, :, None].expand(q.shape[0], Hk, 1, D)
-        q_hat, token_hat = qk_norm_rope(q, token_1HTD, q_gain=q_gain, k_gain=k_gain, eps=eps)
-        grouped = token_hat.to(wide).repeat_interleave(q.shape[1] // Hk, dim=1)
-        return scale * (q_hat.to(wide) * grouped).sum(-1)
-    if isinstance(sink, Tensor):
-        return sink.to(wide)[:, None]
-    return torch.zeros(q.shape[1], 1, dtype=wide, device=q.device)
-
-
 def logit_stats(
     q: Tensor,
     k: Tensor,
@@ -188,7 +162,7 @@ def logit_stats(
     eps: float = 1e-6,
     rope: Rope | None = None,
     mask: Mask = Mask(causal=True),
-    sink: Sink | SinkToken | None = None,
+    sink: Sink | None = None,
     scale: float | None = None,
     stats: StatsRequest = True,
 ) -> Stats:
@@ -219,7 +193,7 @@ def logit_stats(
             eps=eps,
             rope=rope,
             mask=mask,
-            sink=sink if not isinstance(sink, SinkToken) else SinkToken(sink.key, sink.key),
+            sink=None,  # its value plays no part here
         )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         q_hat, k_hat = qk_norm_rope(q, k, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope)

@@ -50,7 +50,7 @@ def rotate(x_BHTD: Tensor, rope: Rope) -> Tensor:
     else:
         a, b = turned[..., 0::2], turned[..., 1::2]
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    return turned if R == x_BHTD.shape[-1] else torch.cat((turned, rest), dim=-1)
+    return turned if x_BHTD.shape[-1] == R else torch.cat((turned, rest), dim=-1)
 
 
 def norm_rope(x_BHTD: Tensor, gain_HD: Tensor | None, eps: float, rope: Rope | None) -> Tensor:

@@ -61,7 +61,5 @@ def choose(name: str, case: Case) -> Backend:
     reason = BACKENDS[name].refuses(case)
     if reason is not None:
         able = [b.name for b in BACKENDS.values() if b.refuses(case) is None]
-        raise UnsupportedError(
-            f"backend {name!r} does not support {reason}: use {' or '.join(able)}"
-        )
+        raise UnsupportedError(f"backend {name!r} does not support {reason}: use {' or '.join(able)}")
     return BACKENDS[name]

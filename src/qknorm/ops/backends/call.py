@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qknorm.ops.stats import StatsRequest
-from qknorm.spec import Mask, Rope, Sink, SinkToken
+from qknorm.spec import Mask, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class Call:
     eps: float
     rope: Rope | None
     mask: Mask
-    sink: Sink | SinkToken | None
+    sink_logit: Tensor | None  # [Hq, 1] or [B, Hq, Tq], in the compute dtype
+    sink_value: Tensor | None  # [Hq, Dv], the value of a sink token
     scale: float
     stats: StatsRequest
 
@@ -34,7 +35,7 @@ class Call:
             dtype=self.q.dtype,
             head_dim=self.q.shape[-1],
             value_dim=self.v.shape[-1],
-            sink_token=isinstance(self.sink, SinkToken),
+            sink_token=self.sink_value is not None,
         )
 
 

@@ -1,7 +1,8 @@
 """One block of attention by whatever PyTorch has on the device: out, lse, and their backward.
 
-On CPU that is torch's flash kernel (fp16, bf16, fp32, fp64; grouped heads without repetition). Elsewhere it is
-plain tensor code in fp32, cut into small blocks of queries so that memory stays linear.
+On CPU that is torch's flash kernel (fp16, bf16, fp32, fp64; grouped heads without repetition).
+Elsewhere it is plain tensor code in fp32, cut into small blocks of queries so that memory stays
+linear.
 
 Shapes: q [B, Hq, n, D]; k [B, Hk, m, D]; v [B, Hk, m, Dv]; bias [1 or B, 1, n, m] of 0 and -inf.
 """

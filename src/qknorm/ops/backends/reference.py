@@ -10,10 +10,9 @@ from torch import Tensor
 
 from qknorm import spec
 from qknorm.ops.backends.call import Call
-from qknorm.ops.logit_stats import sink_logits
 from qknorm.ops.norm_rope import qk_norm_rope
 from qknorm.ops.stats import Rows
-from qknorm.spec import Mask, SinkToken
+from qknorm.spec import Mask
 
 
 def attention(call: Call) -> tuple[Tensor, Rows | None]:
@@ -25,18 +24,8 @@ def attention(call: Call) -> tuple[Tensor, Rows | None]:
     )
     k_hat, v = (x.to(wide).repeat_interleave(G, dim=1) for x in (k_hat, call.v))
     logits = call.scale * (q_hat.to(wide) @ k_hat.mT)
-    sink = sink_logits(
-        call.q,
-        call.sink,
-        q_gain=call.q_gain,
-        k_gain=call.k_gain,
-        eps=call.eps,
-        scale=call.scale,
-    )
-    sink_value = None
-    if isinstance(call.sink, SinkToken):
-        sink_value = call.sink.value.to(wide).repeat_interleave(G, dim=0)
-    out, rows = attend(logits, v, call.mask, sink, sink_value, stats=bool(call.stats))
+    sink_value = None if call.sink_value is None else call.sink_value.to(wide)
+    out, rows = attend(logits, v, call.mask, call.sink_logit, sink_value, stats=bool(call.stats))
     return out.to(call.v.dtype), rows
 
 

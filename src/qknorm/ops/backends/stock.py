@@ -26,10 +26,10 @@ from qknorm import spec
 from qknorm.ops.backends import flash_blocks
 from qknorm.ops.backends.call import Call
 from qknorm.ops.blocks import Span, hides_within, spans
-from qknorm.ops.logit_stats import sink_logits, stream_rows
+from qknorm.ops.logit_stats import stream_rows
 from qknorm.ops.norm_rope import qk_norm_rope
 from qknorm.ops.stats import Rows
-from qknorm.spec import Mask, SinkToken
+from qknorm.spec import Mask
 
 # Queries per block under a mask: large enough to keep the kernel busy, small enough for its mask.
 ROWS = 256
@@ -40,31 +40,19 @@ def attention(call: Call) -> tuple[Tensor, Rows | None]:
     q_hat, k_hat = qk_norm_rope(
         call.q, call.k, q_gain=call.q_gain, k_gain=call.k_gain, eps=call.eps, rope=call.rope
     )
-    sink = sink_logits(
-        call.q,
-        call.sink,
-        q_gain=call.q_gain,
-        k_gain=call.k_gain,
-        eps=call.eps,
-        scale=call.scale,
-    )
-    sink_value = None
-    if isinstance(call.sink, SinkToken):
-        G = call.q.shape[1] // call.k.shape[1]
-        sink_value = call.sink.value.repeat_interleave(G, dim=0)
     out = _StockAttention.apply(
         q_hat,
         k_hat,
         call.v,
-        sink,
-        sink_value,
+        call.sink_logit,
+        call.sink_value,
         call.mask.documents,
         call.mask.key_padding,
         call.mask.causal,
         call.mask.window,
         call.scale,
     )
-    rows = stream_rows(q_hat, k_hat, call.mask, call.scale, sink) if call.stats else None
+    rows = stream_rows(q_hat, k_hat, call.mask, call.scale, call.sink_logit) if call.stats else None
     return out, rows
 
 
@@ -96,10 +84,10 @@ class _StockAttention(torch.autograd.Function):
         out, lse = torch.ops.qknorm.stock_forward(q, k, v, sink, sink_value, *mask)
         documents, key_padding, *ctx.options = mask
         ctx.save_for_backward(q, k, v, out, lse, sink, sink_value, documents, key_padding)
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sink, sink_value, documents, key_padding = ctx.saved_tensors
         dq, dk, dv, d_sink, d_sink_value = torch.ops.qknorm.stock_backward(
@@ -132,9 +120,7 @@ def _block_bias(
     """The additive mask of a block `[1 or B, 1, rows, keys]`, and which rows see a key."""
     if not masked:
         return None, None
-    visible = mask.visible(
-        q.shape[2], Tk, q.device, (span.q_lo, span.q_hi), (span.k_lo, span.k_hi)
-    )
+    visible = mask.visible(q.shape[2], Tk, q.device, (span.q_lo, span.q_hi), (span.k_lo, span.k_hi))
     bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
     return bias.masked_fill_(~visible, -torch.inf)[:, None], visible.any(-1)[:, None]
 
@@ -264,6 +250,3 @@ def _(
         q.new_empty(0) if sink is None else sink.new_empty(sink.shape),
         q.new_empty(0) if sink_value is None else sink_value.new_empty(sink_value.shape),
     )
-
-
-

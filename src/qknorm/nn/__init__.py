@@ -1,0 +1,19 @@
+"""Layers."""
+
+from qknorm.nn.attention import Attention, AttentionConfig
+from qknorm.nn.kv_cache import KVCache
+from qknorm.nn.marks import mark, marked_parameters, param_groups
+from qknorm.nn.qk_norm import QKNorm
+from qknorm.nn.rotary import RopeScaling, RotaryEmbedding
+
+__all__ = [
+    "Attention",
+    "AttentionConfig",
+    "KVCache",
+    "QKNorm",
+    "RopeScaling",
+    "RotaryEmbedding",
+    "mark",
+    "marked_parameters",
+    "param_groups",
+]

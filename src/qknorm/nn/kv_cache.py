@@ -1,0 +1,83 @@
+"""A cache of keys (normalised and rotated) and values for incremental decoding.
+
+Shapes: B batch, Hk key heads, T tokens, D key width, Dv value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of one layer, written in chunks or token by token.
+
+    Keys are stored after norm and RoPE, so nothing is computed twice. Buffers are allocated once.
+
+    Args:
+        batch: B.
+        num_kv_heads: Hk.
+        max_length: capacity in tokens.
+        head_dim: D.
+        value_dim: Dv; D if None.
+        dtype, device: of the buffers.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        shape = (batch, num_kv_heads, max_length)
+        self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=device)
+        self.length = 0
+
+    @property
+    def max_length(self) -> int:
+        """Capacity in tokens."""
+        return self.keys.shape[2]
+
+    def append(self, k_hat: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys `[B, Hk, n, D]` and values `[B, Hk, n, Dv]`; return all so far, as views.
+
+        Raises ValueError if they do not fit, in which case nothing is written.
+        """
+        expected = (*self.keys.shape[:2], k_hat.shape[2], self.keys.shape[3])
+        if k_hat.shape != expected or v.shape != (*expected[:3], self.values.shape[3]):
+            raise ValueError(
+                f"the cache takes keys {list(self.keys.shape)} and values {list(self.values.shape)} in "
+                f"pieces along axis 2; got {list(k_hat.shape)} and {list(v.shape)}"
+            )
+        if k_hat.dtype != self.keys.dtype or v.dtype != self.values.dtype:
+            raise ValueError(
+                f"the cache holds {self.keys.dtype}; got keys in {k_hat.dtype} and values in {v.dtype}"
+            )
+        end = self.length + k_hat.shape[2]
+        if end > self.max_length:
+            raise ValueError(
+                f"the cache holds {self.max_length} tokens; {self.length} + {k_hat.shape[2]} do not fit"
+            )
+        self.keys[:, :, self.length : end] = k_hat
+        self.values[:, :, self.length : end] = v
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens (speculative decoding, a shared prompt)."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"crop to 0 ... {self.length} tokens; got {length}")
+        self.length = length
+
+    def reorder(self, rows: Tensor) -> None:
+        """Continue with batch rows `rows [B]`, repeats allowed (beam search)."""
+        if rows.shape != self.keys.shape[:1]:
+            raise ValueError(f"rows must be [{self.keys.shape[0]}]; got {list(rows.shape)}")
+        self.keys = self.keys.index_select(0, rows)
+        self.values = self.values.index_select(0, rows)

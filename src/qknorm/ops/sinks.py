@@ -1,0 +1,55 @@
+"""Every kind of sink as one thing: a logit that joins the denominator, with or without a value.
+
+Shapes: B batch, Tq queries, Hq / Hk heads, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qknorm import spec
+from qknorm.ops.norm_rope import qk_norm_rope
+from qknorm.spec import RowSink, Sink, SinkToken
+
+
+def sink_logits(
+    q: Tensor,
+    sink: Sink | None,
+    *,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    eps: float,
+    scale: float,
+) -> Tensor | None:
+    """The sink's logits in the compute dtype, `[Hq, 1]` or `[B, Hq, Tq]`, differentiable; or None.
+
+    q is `[B, Hq, Tq, D]` before norm and RoPE.
+    """
+    if sink is None:
+        return None
+    if isinstance(sink, SinkToken):
+        token_BHTD = sink.key.to(q.dtype)[None, :, None].expand(q.shape[0], -1, 1, -1)
+        q_hat, token_hat = qk_norm_rope(q, token_BHTD, q_gain=q_gain, k_gain=k_gain, eps=eps)
+        return token_logits(q_hat, token_hat, scale)
+    wide = spec.compute_dtype(q.dtype)
+    if isinstance(sink, RowSink):
+        return sink.logit.to(wide)
+    if isinstance(sink, Tensor):
+        return sink.to(wide)[:, None]
+    return torch.zeros(q.shape[1], 1, dtype=wide, device=q.device)
+
+
+def token_logits(q_hat: Tensor, token_hat: Tensor, scale: float) -> Tensor:
+    """Logits `[B, Hq, Tq]` of q_hat `[B, Hq, Tq, D]` against one key per head `[B, Hk, 1, D]`, both
+    normalised and neither rotated."""
+    wide = spec.compute_dtype(q_hat.dtype)
+    G = q_hat.shape[1] // token_hat.shape[1]
+    return scale * (q_hat.to(wide) * token_hat.to(wide).repeat_interleave(G, dim=1)).sum(-1)
+
+
+def sink_values(sink: Sink | None, heads: int) -> Tensor | None:
+    """The value of a sink token per query head `[Hq, Dv]`; None for a sink without one."""
+    if not isinstance(sink, SinkToken | RowSink) or sink.value is None:
+        return None
+    return sink.value.repeat_interleave(heads // sink.value.shape[0], dim=0)
