@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, C model width, Hq / Hk heads, D head width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -47,7 +47,7 @@ class AttentionConfig:
     num_heads: int
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    norm: NormDialect | None = NormDialect()
+    norm: NormDialect | None = field(default_factory=NormDialect)
     sink: SinkKind = "none"
     window: int | None = None
     scale: float | None = None
@@ -166,6 +166,26 @@ class Attention(MarkedModule):
         if self.gate is not None:
             out = out * torch.sigmoid(self.gate(x))
         return self.out(out), found
+
+    def logit_bound(self, rope: Rope | None = None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """The largest |logit| that the gains allow, `[Hq]`; None without a norm.
+
+        Args:
+            rope: the table in use; None if nothing is rotated.
+            dtype: what q and k are rounded to.
+        """
+        c, norm = self.config, self.norm
+        if norm is None:
+            return None
+        gains = norm.effective_gains()
+        # A norm after RoPE sees an arbitrary direction: only its gains multiply each other.
+        table = rope if norm.dialect.order == "before_rope" else None
+        bound = ops.logit_bound(
+            *gains, scale=c.scale, rope=table, rotary_dim=0 if table is None else None, dtype=dtype
+        )
+        # Over the full width one head can hold the mass of all.
+        mass = (c.num_heads * c.kv_heads) ** 0.5 if norm.dialect.statistic == "full" else 1.0
+        return bound * mass
 
     def norm_rope(self, q: Tensor, k: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """q and k as they enter the product."""

@@ -18,14 +18,14 @@ class RopeScaling:
 
     Attributes:
         kind: "linear" (positions divided by `factor`), "ntk" (base raised so that the lowest
-            frequency is divided by `factor`), "yarn" (Peng et al. 2023, arXiv 2309.00071, eq. 22-25), "llama3"
-            (by wavelength, as Llama 3.1).
+            frequency is divided by `factor`), "yarn" (Peng et al. 2023, arXiv 2309.00071),
+            "llama3" (by wavelength, as Llama 3.1).
         factor: stretch, >= 1.
         original_length: tokens of the original context; needed by yarn and llama3.
         beta_fast, beta_slow: yarn: turns over the original context above which a frequency is kept
             and below which it is divided.
         low_freq_factor, high_freq_factor: llama3: the same two borders, as turns.
-        attention_factor: multiplies cos and sin (yarn); None for 0.1 ln(factor) + 1 with yarn, else 1.
+        attention_factor: multiplies cos and sin; None for 0.1 ln(factor) + 1 with yarn, else 1.
     """
 
     kind: Literal["linear", "ntk", "yarn", "llama3"]

@@ -1,0 +1,105 @@
+"""Where words, tables and progress go."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from qknorm.lab.log import plain
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def complain(sentence: str) -> None:
+    """One sentence on stderr."""
+    err.print(Text.assemble(("error: ", "bold red"), sentence), soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """Strict JSON on stdout."""
+    print(json.dumps(plain(value), indent=2, allow_nan=False))
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for people: 3 decimals, or fewer when it is large."""
+    if value is None:
+        return "-"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}".replace(",", " ")
+    return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+class _Reading(ProgressColumn):
+    """The latest numbers of a run."""
+
+    def render(self, task: Task) -> Text:
+        f = task.fields
+        parts = [
+            f"loss {number(f.get('loss'))}",
+            f"max logit {number(f.get('max_logit'), 1)}",
+            f"entropy {number(f.get('entropy_nats'))}",
+            f"{f.get('tokens_per_s', 0):,.0f} tok/s".replace(",", " "),
+        ]
+        return Text("  ".join(parts))
+
+
+class RunProgress:
+    """A live line per run: step, loss, max logit, lowest layer entropy, tokens/s, time left.
+
+    On something that is not a terminal, prints a plain line every tenth of a run instead.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            _Reading(),
+            TimeRemainingColumn(compact=True),
+            console=err,
+            disable=quiet or not err.is_terminal,
+        )
+        self._plain = not quiet and not err.is_terminal
+        self._tasks: dict[int, Any] = {}
+        self._fields: dict[int, dict[str, Any]] = {}
+
+    def __enter__(self) -> RunProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def update(self, index: int, title: str, steps: int, record: dict[str, Any]) -> None:
+        """Show a record of run number `index`."""
+        if index not in self._tasks:
+            self._tasks[index] = self._progress.add_task(title, total=steps)
+            self._fields[index] = {}
+        fields = self._fields[index]
+        names = ("loss", "max_logit", "entropy_nats", "tokens_per_s")
+        fields |= {name: record[name] for name in names if name in record}
+        if record["kind"] != "step":
+            return
+        step = record["step"]
+        self._progress.update(self._tasks[index], completed=step, **fields)
+        if self._plain and (step % max(1, steps // 10) == 0 or step == steps):
+            err.print(
+                f"{title}  step {step}/{steps}  loss {number(fields['loss'])}  "
+                f"max logit {number(fields.get('max_logit'), 1)}  "
+                f"entropy {number(fields.get('entropy_nats'))}  "
+                f"{fields['tokens_per_s']:.0f} tok/s",
+                soft_wrap=True,
+            )

@@ -1,0 +1,68 @@
+"""`qknorm train`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qknorm.cli import options as o
+from qknorm.cli.console import RunProgress, err, number, out, print_json
+from qknorm.lab.arms import get_arm
+from qknorm.lab.trainer import TrainConfig
+from qknorm.lab.trainer import train as train_run
+
+
+@o.with_run_options
+def train(
+    folder: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    arm: Annotated[str, typer.Option(help="Variant of attention; see `qknorm compare --help`.")] = "qk",
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the folder's checkpoint, bit for bit.")
+    ] = False,
+    overwrite: o.Overwrite = False,
+    as_json: o.AsJson = False,
+    *,
+    base: TrainConfig,
+) -> int:
+    """Train one small language model, and log max logit and entropy of every head.
+
+    SIGINT or SIGTERM ends the run after the current step with a checkpoint; --resume continues it.
+    Exit code 0 when finished, 1 if it diverged or was stopped, 2 for bad input.
+    """
+    chosen = get_arm(arm)
+    config = replace(
+        base, arm=arm, lr=lr, seed=seed, model=chosen.apply(base.model), gain_decay=chosen.gain_decay
+    )
+    with RunProgress(quiet=as_json) as progress:
+        outcome = train_run(
+            config,
+            folder,
+            resume=resume,
+            overwrite=overwrite,
+            on_record=lambda record: progress.update(0, arm, config.steps, record),
+        )
+    if outcome.record is None:
+        err.print(
+            f"stopped after step {outcome.steps} of {config.steps}; continue with --resume",
+            soft_wrap=True,
+        )
+        if as_json:
+            print_json({"stopped_at": outcome.steps})
+        return 1
+    record = outcome.record
+    if as_json:
+        print_json({key: value for key, value in record.items() if key != "layers"})
+    else:
+        state = f"diverged: {record['reason']}" if record["diverged"] else "finished"
+        out.print(
+            f"{state}. Held-out loss {number(record['final_loss'])}, max logit "
+            f"{number(record['max_logit'], 1)}, lowest layer entropy "
+            f"{number(record['entropy_nats'])} nats. Log in {folder}.",
+            soft_wrap=True,
+        )
+    return int(record["diverged"])

@@ -1,0 +1,120 @@
+"""Twins: the same model, data and seed, trained with different variants of attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from qknorm.lab import environment
+from qknorm.lab.arms import get_arm
+from qknorm.lab.trainer import TrainConfig, train
+from qknorm.lab.verdict import lr_sensitivity
+
+SUMMARY_FILE = "summary.json"
+SUMMARY_KEYS = (
+    "arm", "lr", "seed", "final_loss", "max_logit", "entropy_nats", "diverged", "reason",
+    "initial_loss", "steps",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """A grid of runs.
+
+    Attributes:
+        base: the run that is varied; its arm, rate and seed are replaced.
+        arms: names of variants.
+        lrs: peak learning rates.
+        seeds: of weights and batches; paired between arms.
+    """
+
+    base: TrainConfig = field(default_factory=TrainConfig)
+    arms: tuple[str, ...] = ("none", "qk")
+    lrs: tuple[float, ...] = (3e-2,)
+    seeds: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if not (self.arms and self.lrs and self.seeds):
+            raise ValueError("a comparison needs at least one arm, one learning rate and one seed")
+        for name in ("arms", "lrs", "seeds"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise ValueError(f"{name} repeats a value: {', '.join(map(str, values))}")
+        for arm in self.arms:
+            get_arm(arm)
+
+    def runs(self) -> list[tuple[str, TrainConfig]]:
+        """Folder name and configuration of every run; arms of one rate and seed side by side."""
+        return [
+            (f"{arm}-lr{lr:g}-seed{seed}", self.run(arm, lr, seed))
+            for lr in self.lrs
+            for seed in self.seeds
+            for arm in self.arms
+        ]
+
+    def run(self, arm: str, lr: float, seed: int) -> TrainConfig:
+        """One run of the grid."""
+        chosen = get_arm(arm)
+        return replace(
+            self.base,
+            arm=arm,
+            lr=lr,
+            seed=seed,
+            gain_decay=chosen.gain_decay,
+            model=chosen.apply(self.base.model),
+        )
+
+
+OnRunRecord = Callable[[int, TrainConfig, dict[str, Any]], None]
+
+
+def compare(
+    config: CompareConfig,
+    folder: Path,
+    *,
+    overwrite: bool = False,
+    on_record: OnRunRecord = lambda index, run, record: None,
+) -> list[dict[str, Any]] | None:
+    """Train the grid; each run in a folder of its own, and `summary.json` beside them.
+
+    Args:
+        on_record: called with the index of the run, its configuration and each of its records.
+
+    Returns:
+        One record per run (`arm`, `lr`, `seed`, `final_loss`, `max_logit`, `entropy_nats`,
+        `diverged`, ...), the numbers of the last line of its log; None if it was stopped.
+
+    Raises:
+        ValueError: bad input, or a folder that holds runs already.
+    """
+    if (folder / SUMMARY_FILE).exists() and not overwrite:
+        raise ValueError(f"{folder} holds a comparison: overwrite it, or choose another folder")
+    summary = []
+    for index, (name, run) in enumerate(config.runs()):
+        outcome = train(
+            run, folder / name, overwrite=overwrite, on_record=partial(on_record, index, run)
+        )
+        if outcome.record is None:
+            return None
+        summary.append({key: outcome.record[key] for key in SUMMARY_KEYS})
+    environment.write_json(folder / SUMMARY_FILE, summary)
+    return summary
+
+
+def sensitivities(summary: list[dict[str, Any]]) -> dict[str, float]:
+    """LR sensitivity of each arm, mean over seeds, where the grid is the paper's."""
+    found = {}
+    for arm in dict.fromkeys(record["arm"] for record in summary):
+        values = []
+        for seed in dict.fromkeys(record["seed"] for record in summary):
+            runs = [r for r in summary if (r["arm"], r["seed"]) == (arm, seed)]
+            losses = {r["lr"]: math.nan if r["final_loss"] is None else r["final_loss"] for r in runs}
+            initial = max((r["initial_loss"] for r in runs), default=math.nan)
+            values.append(lr_sensitivity(losses, initial))
+        if values and all(value is not None for value in values):
+            found[arm] = sum(v for v in values if v is not None) / len(values)
+    return found

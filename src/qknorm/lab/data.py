@@ -1,0 +1,205 @@
+"""Text and tokens from where they are: the standard library, files, folders, JSONL, token dumps."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+TokenDtype = Literal["uint8", "uint16", "int32"]
+# Not prose that every Python has in the same place, or not the standard library at all.
+STDLIB_SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from.
+
+    Attributes:
+        source: "stdlib" (Python's own sources), or the path of a .txt, .jsonl or .bin file, or of a
+            folder of .txt files.
+        tokenizer: path of a tokenizer.json; bytes if None.
+        token_dtype: of a .bin file.
+        holdout: share of the tokens, at the end, kept for evaluation.
+    """
+
+    source: str = "stdlib"
+    tokenizer: str | None = None
+    token_dtype: TokenDtype = "uint16"
+    holdout: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0 < self.holdout < 1:
+            raise ValueError(f"holdout must be between 0 and 1; got {self.holdout}")
+        if self.token_dtype not in ("uint8", "uint16", "int32"):
+            raise ValueError(f"token_dtype must be uint8, uint16 or int32; got {self.token_dtype!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Tokens to train on and tokens held out, 1-D integer tensors."""
+
+    train: Tensor
+    holdout: Tensor
+
+    def batch(self, seed: int, step: int, batch: int, context: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets int64 `[batch, context]` of a step. A function of seed and step alone, so
+        that a resumed run continues with the very same batches."""
+        generator = torch.Generator().manual_seed((seed << 32) + step)
+        starts = torch.randint(len(self.train) - context, (batch,), generator=generator)
+        return _windows(self.train, starts, context)
+
+    def holdout_batches(self, count: int, batch: int, context: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Up to `count` fixed batches, evenly spread over the held-out tokens."""
+        starts = torch.linspace(0, len(self.holdout) - context - 1, count * batch).long()
+        for part in starts.split(batch):
+            yield _windows(self.holdout, part, context)
+
+
+def _windows(tokens: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    index = starts[:, None] + torch.arange(context + 1)
+    window = tokens[index].long()
+    return window[:, :-1], window[:, 1:]
+
+
+def load(config: DataConfig, *, vocab_size: int, context: int) -> Dataset:
+    """Read, tokenize, check and split.
+
+    Raises:
+        ValueError: the source is missing, empty or too short, or a token is out of range.
+    """
+    tokens = _read_tokens(config)
+    if tokens.numel() == 0:
+        raise ValueError(f"{config.source} holds no tokens")
+    pieces = tokens.split(1 << 20)  # a mapped file must not be widened whole
+    largest = max(int(piece.int().max()) for piece in pieces)
+    smallest = min(int(piece.int().min()) for piece in pieces)
+    if largest >= vocab_size or smallest < 0:
+        worst = largest if largest >= vocab_size else smallest
+        raise ValueError(
+            f"{config.source} holds token {worst}, outside 0 ... {vocab_size - 1}: set the vocabulary "
+            f"size to at least {largest + 1}, or check token_dtype"
+        )
+    cut = len(tokens) - int(len(tokens) * config.holdout)
+    train, holdout = tokens[:cut], tokens[cut:]
+    for name, part in (("training", train), ("held-out", holdout)):
+        if len(part) <= context:
+            raise ValueError(
+                f"{config.source} has {len(part)} {name} tokens, too few for a context of {context}: "
+                "use a shorter context or more text"
+            )
+    return Dataset(train=train, holdout=holdout)
+
+
+def vocabulary(config: DataConfig) -> int | None:
+    """The number of tokens that the source implies; None for a token dump."""
+    if config.source.endswith(".bin"):
+        return None
+    if config.tokenizer is None:
+        return 256
+    size: int = _load_tokenizer(config.tokenizer).get_vocab_size()
+    return size
+
+
+def _read_tokens(config: DataConfig) -> Tensor:
+    path = Path(config.source)
+    if config.source == "stdlib":
+        return _encode(_stdlib_text(), config.tokenizer)
+    if not path.exists():
+        raise ValueError(f'no such file or folder: {path}. Use "stdlib" for the built-in corpus.')
+    if path.is_dir():
+        files = sorted(path.rglob("*.txt"))
+        if not files:
+            raise ValueError(f"{path} holds no .txt files")
+        return _encode(b"\n".join(file.read_bytes() for file in files), config.tokenizer)
+    if path.suffix == ".txt":
+        return _encode(path.read_bytes(), config.tokenizer)
+    if path.suffix == ".jsonl":
+        return _encode(b"\n".join(_jsonl_texts(path)), config.tokenizer)
+    if path.suffix == ".bin":
+        return _read_bin(path, getattr(torch, config.token_dtype))
+    raise ValueError(f"cannot read {path}: expected .txt, .jsonl, .bin or a folder of .txt files")
+
+
+def _read_bin(path: Path, dtype: torch.dtype) -> Tensor:
+    size = path.stat().st_size
+    if size == 0 or size % dtype.itemsize:
+        raise ValueError(
+            f"{path} has {size} bytes, not a positive multiple of {dtype.itemsize}: check token_dtype"
+        )
+    # Mapped, not read: widened only where it is indexed.
+    return torch.from_file(str(path), shared=False, size=size // dtype.itemsize, dtype=dtype)
+
+
+def _jsonl_texts(path: Path) -> Iterator[bytes]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f'{path}, line {number}: expected a JSON object with a "text"'
+                ) from error
+            yield str(text).encode()
+
+
+def _stdlib_text() -> bytes:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(
+        file for file in root.rglob("*.py") if not STDLIB_SKIP.intersection(file.relative_to(root).parts)
+    )
+    if not files:
+        raise ValueError(f"this Python ({sys.executable}) ships no sources: give a text file instead")
+    # Shuffled, so that the held-out tail is not one package; the same order everywhere.
+    random.Random(0).shuffle(files)
+    return b"\n".join(file.read_bytes() for file in files)
+
+
+def _encode(text: bytes, tokenizer: str | None) -> Tensor:
+    if tokenizer is None:
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
+    ids = _load_tokenizer(tokenizer).encode(text.decode(errors="replace")).ids
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def _load_tokenizer(path: str):  # type: ignore[no-untyped-def]
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ValueError(
+            "reading a tokenizer.json needs an extra: pip install 'qknorm[tokenizers]'"
+        ) from error
+    if not Path(path).is_file():
+        raise ValueError(f"no such tokenizer: {path}")
+    return Tokenizer.from_file(path)
+
+
+class Codec:
+    """Text to token ids and back: bytes, or a tokenizer.json."""
+
+    def __init__(self, tokenizer: str | None) -> None:
+        self._tokenizer = None if tokenizer is None else _load_tokenizer(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        if self._tokenizer is None:
+            return list(text.encode())
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids; broken UTF-8 becomes the replacement character."""
+        if self._tokenizer is None:
+            return bytes(i for i in ids if i < 256).decode(errors="replace")
+        text: str = self._tokenizer.decode(ids)
+        return text

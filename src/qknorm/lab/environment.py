@@ -1,0 +1,47 @@
+"""What a run was made on: versions and machine, for reports and bug reports."""
+
+from __future__ import annotations
+
+import json
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qknorm import __version__
+from qknorm.lab.log import plain
+
+
+def processor() -> str:
+    """Name of the CPU."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def describe() -> dict[str, Any]:
+    """Versions, machine and date."""
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "qknorm": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON beside the target, then rename it: never half a file."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
+    part.replace(path)

@@ -1,0 +1,178 @@
+"""A decoder-only language model on one page.
+
+Shapes: B batch, T tokens, C width, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qknorm.lab.capped import Cap, CappedAttention
+from qknorm.nn import Attention, AttentionConfig, KVCache, RotaryEmbedding
+from qknorm.nn.attention import SinkKind
+from qknorm.ops import Stats
+from qknorm.spec import Mask, NormDialect, Rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the model and its variant of attention.
+
+    Attributes:
+        vocab_size: V.
+        layers: L.
+        dim: C.
+        heads, kv_heads, head_dim: of attention; kv_heads=None for one per query head, head_dim=None
+            for dim / heads.
+        mlp_ratio: hidden width of the MLP over C.
+        rotary_share: R / D in 0..1; 0 for no positions at all.
+        rope_base: of the rotary frequencies.
+        window: keys that a query sees; None for all.
+        norm: dialect of QK-norm, None for none.
+        sink: kind of sink.
+        cap: soft-cap or hard clamp of the logits, None for none.
+        gate: sigmoid gate on the heads' output.
+        backend: of the operator.
+    """
+
+    vocab_size: int = 256
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp_ratio: float = 4.0
+    rotary_share: float = 1.0
+    rope_base: float = 10_000.0
+    window: int | None = None
+    norm: NormDialect | None = field(default_factory=NormDialect)
+    sink: SinkKind = "none"
+    cap: Cap | None = None
+    gate: bool = False
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if min(self.vocab_size, self.layers, self.dim) < 1:
+            raise ValueError(
+                "vocab_size, layers and dim must be positive; got "
+                f"{self.vocab_size}, {self.layers}, {self.dim}"
+            )
+        if not 0 <= self.rotary_share <= 1:
+            raise ValueError(f"rotary_share must be 0 to 1; got {self.rotary_share}")
+        if self.rotary_dim % 2:
+            raise ValueError(
+                f"RoPE turns pairs, but {self.rotary_share:g} of a head of {self.attention.width} is "
+                f"{self.rotary_dim} entries: choose an even head_dim or another rotary_share"
+            )
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The configuration of each attention layer; checks the heads."""
+        return AttentionConfig(
+            dim=self.dim,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            norm=self.norm,
+            sink=self.sink,
+            window=self.window,
+            gate=self.gate,
+            backend=self.backend,
+        )
+
+    @property
+    def rotary_dim(self) -> int:
+        """R."""
+        return round(self.rotary_share * self.attention.width)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        c = config
+        self.attention_norm = nn.RMSNorm(c.dim, eps=1e-6)
+        self.attention = Attention(c.attention) if c.cap is None else CappedAttention(c.attention, c.cap)
+        self.mlp_norm = nn.RMSNorm(c.dim, eps=1e-6)
+        self.up = nn.Linear(c.dim, int(c.mlp_ratio * c.dim), bias=False)
+        self.down = nn.Linear(int(c.mlp_ratio * c.dim), c.dim, bias=False)
+
+    def forward(
+        self, x: Tensor, rope: Rope | None, mask: Mask, cache: KVCache | None, stats: bool
+    ) -> tuple[Tensor, Stats | None]:
+        """x `[B, T, C]` to the same, and the statistics if asked for."""
+        attended, found = self.attention(
+            self.attention_norm(x), rope=rope, mask=mask, cache=cache, stats=stats
+        )
+        x = x + attended
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)))), found
+
+
+class LanguageModel(nn.Module):
+    """Embedding, L blocks, norm, untied output head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.rotary = (
+            RotaryEmbedding(c.rotary_dim, layout="half", base=c.rope_base) if c.rotary_dim else None
+        )
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.norm = nn.RMSNorm(c.dim, eps=1e-6)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of std 0.02; those that write to the residual stream scaled by 1/sqrt(2L)."""
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2 and (name.endswith("weight")):
+                writes = name.endswith(("out.weight", "down.weight"))
+                std = 0.02 / (2 * self.config.layers) ** 0.5 if writes else 0.02
+                nn.init.normal_(weight, std=std)
+
+    def rope(self, tokens: int, start: int = 0) -> Rope | None:
+        """The rotary table of `tokens` positions from `start`."""
+        return None if self.rotary is None else self.rotary(tokens, start=start)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        mask: Mask = Mask(causal=True),
+        caches: list[KVCache] | None = None,
+        stats: bool = False,
+    ) -> tuple[Tensor, list[Stats]]:
+        """tokens int64 `[B, T]` to logits `[B, T, V]`, and one `Stats` per layer if asked for.
+
+        With `caches`, one per layer, the tokens follow those already cached.
+        """
+        start = caches[0].length if caches else 0
+        rope = self.rope(tokens.shape[1], start)
+        x = self.embed(tokens)
+        found: list[Stats] = []
+        for i, block in enumerate(self.blocks):
+            x, one = block(x, rope, mask, caches[i] if caches else None, stats)
+            if one is not None:
+                found.append(one)
+        return self.head(self.norm(x)), found
+
+    def attention_layers(self) -> list[Attention]:
+        """The attention of each block, in order."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def new_caches(self, batch: int, max_length: int) -> list[KVCache]:
+        """Empty caches, one per layer."""
+        return [layer.new_cache(batch, max_length) for layer in self.attention_layers()]
+
+    def logit_bounds(self, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """`[L, Hq]`, the largest |logit| that the gains allow within `tokens` positions, or None."""
+        rope = self.rope(tokens)
+        bounds = [layer.logit_bound(rope, dtype) for layer in self.attention_layers()]
+        known = [bound for bound in bounds if bound is not None]
+        return torch.stack(known) if known else None

@@ -1,0 +1,129 @@
+"""One offline HTML page about runs: the verdict in words, then curves, heatmaps, configuration."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from qknorm.lab.compare import sensitivities
+from qknorm.lab.figures import figures
+from qknorm.lab.runs import Run
+from qknorm.lab.verdict import DIVERGENCE_RULE
+
+
+def words(summary: Sequence[dict[str, Any]]) -> list[str]:
+    """What happened, in sentences; the first arm (or "none") is what the others are held against."""
+    sentences = []
+    ended = [r for r in summary if r["final_loss"] is not None]
+    for lr in dict.fromkeys(r["lr"] for r in summary):
+        arms = dict.fromkeys(r["arm"] for r in summary if r["lr"] == lr)
+        base = "none" if "none" in arms else next(iter(arms), None)
+        for arm in arms:
+            if arm == base:
+                continue
+            pair = [[r for r in ended if (r["arm"], r["lr"]) == (name, lr)] for name in (base, arm)]
+            if all(pair):
+                sentences.append(_against(lr, str(base), arm, *pair))
+    for r in summary:
+        if r["diverged"]:
+            sentences.append(f"{r['arm']} at {r['lr']:g} (seed {r['seed']}) diverged: {r['reason']}.")
+    for arm, value in sensitivities(list(summary)).items():
+        sentences.append(
+            f"LR sensitivity of {arm}: {value:.3f} nats (Wortsman et al. 2023, seven rates)."
+        )
+    if not sentences:
+        sentences = [
+            f"{r['arm']} at {r['lr']:g} ended with a held-out loss of {r['final_loss']:.3f}, a largest "
+            f"logit of {r['max_logit']:,.1f} and a lowest layer entropy of {r['entropy_nats']:.3f} nats."
+            for r in ended
+        ]
+    return sentences or ["No run has ended yet."]
+
+
+def _against(
+    lr: float, base: str, arm: str, base_runs: list[dict[str, Any]], arm_runs: list[dict[str, Any]]
+) -> str:
+    """One arm against another at one rate, means over seeds."""
+
+    def mean(runs: list[dict[str, Any]], key: str) -> float:
+        return statistics.fmean(r[key] for r in runs)
+
+    logit, base_logit = mean(arm_runs, "max_logit"), mean(base_runs, "max_logit")
+    loss, base_loss = mean(arm_runs, "final_loss"), mean(base_runs, "final_loss")
+    ratio = base_logit / logit if logit > 0 else float("nan")
+    gap = base_loss - loss
+    seeds = "" if len(arm_runs) == 1 else f" (means of {len(arm_runs)} seeds)"
+    if abs(gap) < 0.005:
+        outcome = f"with the held-out loss of {base}, {loss:.3f} nats{seeds}"
+    else:
+        side = "below" if gap > 0 else "above"
+        outcome = (
+            f"{abs(gap):.3f} nats {side} {base} in held-out loss, "
+            f"{loss:.3f} against {base_loss:.3f}{seeds}"
+        )
+    size = f"{ratio:,.0f} times smaller" if ratio >= 1.5 else "of the same order"
+    if ratio < 1 / 1.5:
+        size = f"{1 / ratio:,.1f} times larger"
+    return (
+        f"At a peak rate of {lr:g}, {arm} ended {outcome}. "
+        f"Its largest logit is {size} ({logit:,.1f} against {base_logit:,.1f}), and the entropy of its "
+        f"sharpest layer is {mean(arm_runs, 'entropy_nats'):.3f} nats against "
+        f"{mean(base_runs, 'entropy_nats'):.3f}."
+    )
+
+
+def write_report(runs: Sequence[Run], path: Path) -> Path:
+    """Write the page. Raises ValueError without runs, or if the report extra is missing."""
+    if not runs:
+        raise ValueError("there are no runs to report")
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ValueError("the report needs an extra: pip install 'qknorm[report]'") from error
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string((files("qknorm.lab") / "report.html").read_text(encoding="utf-8"))
+    summary = [run.final for run in runs if run.final is not None]
+    page = template.render(
+        plotly=get_plotlyjs(),
+        sentences=words(summary),
+        runs=runs,
+        curves=figures(runs),
+        shared=_shared([_flat(run.config) for run in runs]),
+        own=[_own(run, runs) for run in runs],
+        environment=runs[0].environment,
+        divergence_rule=DIVERGENCE_RULE,
+    )
+    part = path.with_name(path.name + ".part")
+    part.write_text(page, encoding="utf-8")
+    part.replace(path)
+    return path
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """A nested configuration as dotted names."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = json.dumps(value)
+    return flat
+
+
+def _shared(configs: list[dict[str, str]]) -> dict[str, str]:
+    """What all runs have in common."""
+    first = configs[0]
+    return {k: v for k, v in first.items() if all(c.get(k) == v for c in configs)}
+
+
+def _own(run: Run, runs: Sequence[Run]) -> dict[str, str]:
+    """What sets a run apart."""
+    shared = _shared([_flat(other.config) for other in runs])
+    return {k: v for k, v in _flat(run.config).items() if k not in shared}

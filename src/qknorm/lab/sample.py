@@ -1,0 +1,73 @@
+"""Text from a trained model, token by token through the KV cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qknorm.lab import checkpoint
+from qknorm.lab.capped import Cap
+from qknorm.lab.data import Codec
+from qknorm.lab.model import LanguageModel, ModelConfig
+from qknorm.lab.trainer import CHECKPOINT_FILE
+from qknorm.spec import NormDialect
+
+
+def model_config(saved: dict[str, Any]) -> ModelConfig:
+    """The configuration of a model from its saved form."""
+    saved = dict(saved)
+    saved["norm"] = None if saved["norm"] is None else NormDialect(**saved["norm"])
+    saved["cap"] = None if saved["cap"] is None else Cap(**saved["cap"])
+    return ModelConfig(**saved)
+
+
+def load_model(folder: Path) -> tuple[LanguageModel, Codec]:
+    """The model of a run's checkpoint, and the codec of its text. Raises ValueError if it is damaged."""
+    state = checkpoint.load(folder / CHECKPOINT_FILE)
+    config = state["config"]
+    model = LanguageModel(model_config(config["model"]))
+    model.load_state_dict(state["model"])
+    return model.eval(), Codec(config["data"]["tokenizer"])
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    codec: Codec,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """The prompt and its continuation by `tokens` tokens.
+
+    The prompt is read in one chunk, then each token in a step of its own; keys are cached after norm
+    and RoPE. Raises ValueError for an empty prompt, a negative temperature or no tokens.
+    """
+    ids = codec.encode(prompt)
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one character")
+    if tokens < 1 or temperature < 0:
+        raise ValueError(
+            f"tokens must be at least 1 and temperature not negative; got {tokens}, {temperature}"
+        )
+    if max(ids) >= model.config.vocab_size:
+        raise ValueError(
+            f"the prompt holds token {max(ids)}, outside the vocabulary of {model.config.vocab_size}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    caches = model.new_caches(1, len(ids) + tokens)
+    fresh = torch.tensor([ids])
+    for _ in range(tokens):
+        logits = model(fresh, caches=caches)[0][0, -1].float()
+        if temperature == 0:
+            chosen = int(logits.argmax())
+        else:
+            probabilities = torch.softmax(logits / temperature, dim=-1)
+            chosen = int(torch.multinomial(probabilities, 1, generator=generator))
+        ids.append(chosen)
+        fresh = torch.tensor([[chosen]])
+    return codec.decode(ids)
