@@ -1,0 +1,28 @@
+# Each target does all its own set-up in .venv. PYTHON may name another interpreter (>= 3.10).
+PYTHON ?= python3
+BIN := .venv/bin
+# Two test processes with two threads each would spin against each other.
+TEST_JOBS ?= 2
+
+.PHONY: demo test lint clean
+
+demo: .venv/ready
+	$(BIN)/qknorm compare runs/demo --arm none --arm qk --lr 3e-2 --overwrite
+
+test: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_JOBS)
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group dev
+	touch $@
+
+clean:
+	rm -rf .venv build dist runs
