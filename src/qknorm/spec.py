@@ -61,15 +61,17 @@ class Mask:
     key_padding: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
+        window = self.window
+        if window is not None and (isinstance(window, bool | float) or window < 1):
             raise ValueError(
-                f"window must be at least 1 (a query sees itself); got {self.window}. "
+                f"window must be at least 1, a whole number of keys; got {window}. "
                 "Use window=None for no window."
             )
         if self.documents is not None and (
             self.documents.dim() != 2
             or self.documents.dtype == torch.bool
             or self.documents.dtype.is_floating_point
+            or self.documents.dtype.is_complex
         ):
             raise ValueError(
                 "documents must be integer ids of shape [B, Tk]; got "
@@ -273,7 +275,7 @@ class NormDialect:
 
 def check_eps(eps: float, dtype: torch.dtype) -> None:
     """Refuse an eps that is not positive, or lost in half precision."""
-    if not eps > 0 or not math.isfinite(eps):
+    if not 0 < eps < math.inf:
         raise ValueError(f"eps must be positive; got {eps}. 1e-6 is the usual choice.")
     if dtype in HALF_PRECISION and eps < MIN_HALF_EPS:
         raise ValueError(
@@ -309,10 +311,10 @@ def check_qk(
         raise ValueError(
             f"{Hq} query heads do not divide among {Hk} key heads: Hq must be a multiple of Hk"
         )
+    check_eps(eps, q.dtype)
     for name, gain, heads in (("q_gain", q_gain, Hq), ("k_gain", k_gain, Hk)):
         if gain is None:
             continue
-        check_eps(eps, q.dtype)
         if tuple(gain.shape) != (heads, D):
             raise ValueError(
                 f"{name} must be [heads, D] = [{heads}, {D}]; got {list(gain.shape)}. Expand a shared "
@@ -320,6 +322,7 @@ def check_qk(
             )
         if not gain.dtype.is_floating_point:
             raise ValueError(f"{name} must be floating point; got {gain.dtype}")
+        _check_device(name, gain, q)
     if rope is not None:
         if rope.width > D:
             raise ValueError(
@@ -332,50 +335,65 @@ def check_qk(
             )
         if rope.cos.dim() == 3 and rope.cos.shape[0] not in (1, B):
             raise ValueError(f"the table is for a batch of {rope.cos.shape[0]}, q for one of {B}")
+        _check_device("the table", rope.cos, q)
+        _check_device("the table", rope.sin, q)
 
 
-def check_mask(mask: Mask, B: int, Tq: int, Tk: int, device: torch.device) -> None:
-    """Check the tensors of a mask against the call."""
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}, q on {q.device}: move it there")
+
+
+def check_mask(mask: Mask, q: Tensor, Tk: int) -> None:
+    """Check the tensors of a mask against q `[B, Hq, Tq, D]` and the number of keys."""
+    B, _, Tq, _ = q.shape
     for name, x in (("documents", mask.documents), ("key_padding", mask.key_padding)):
         if x is None:
             continue
         if tuple(x.shape) != (B, Tk):
             raise ValueError(f"{name} must be [B, Tk] = [{B}, {Tk}]; got {list(x.shape)}")
-        if x.device != device:
-            raise ValueError(f"{name} is on {x.device}, q on {device}: move it there")
+        _check_device(name, x, q)
     if mask.documents is not None and Tq > Tk:
         raise ValueError(
             f"documents need queries that are the last Tq of the Tk tokens; got Tq={Tq} > Tk={Tk}"
         )
 
 
-def check_sink(sink: Sink | None, q: Tensor, v: Tensor) -> None:
-    """Check the kind and shapes of a sink against q `[B, Hq, Tq, D]` and v `[B, Hk, Tk, Dv]`."""
-    Hk, Dv = v.shape[1], v.shape[3]
+def check_sink(sink: Sink | None, q: Tensor, Hk: int, Dv: int | None) -> None:
+    """Check a sink against q `[B, Hq, Tq, D]`, the key heads and the value width (None: any)."""
     B, Hq, Tq, D = q.shape
     if sink is None or (isinstance(sink, str) and sink == "off_by_one"):
         return
-    if isinstance(sink, SinkToken):
+    if isinstance(sink, Tensor):
+        tensors = [sink]
+        if sink.shape != (Hq,):
+            raise ValueError(
+                f"a learnable sink is one logit per query head, [{Hq}]; got {list(sink.shape)}"
+            )
+    elif isinstance(sink, SinkToken):
+        tensors = [sink.key, sink.value]
+        Dv = sink.value.shape[-1] if Dv is None else Dv
         if sink.key.shape != (Hk, D) or sink.value.shape != (Hk, Dv):
             raise ValueError(
                 f"a sink token needs key [{Hk}, {D}] and value [{Hk}, {Dv}]; got "
                 f"{list(sink.key.shape)} and {list(sink.value.shape)}"
             )
     elif isinstance(sink, RowSink):
-        if sink.logit.shape != (B, Hq, Tq) or (sink.value is not None and sink.value.shape != (Hk, Dv)):
+        tensors = [sink.logit] if sink.value is None else [sink.logit, sink.value]
+        if sink.logit.shape != (B, Hq, Tq):
             raise ValueError(
-                f"a sink by row needs logits [{B}, {Hq}, {Tq}] and values [{Hk}, {Dv}] or None; got "
-                f"{list(sink.logit.shape)} and {None if sink.value is None else list(sink.value.shape)}"
+                f"a sink by row needs logits [{B}, {Hq}, {Tq}]; got {list(sink.logit.shape)}"
             )
-    elif not isinstance(sink, Tensor):
+        if sink.value is not None and sink.value.shape != (Hk, Dv or sink.value.shape[-1]):
+            raise ValueError(f"a sink by row needs values [{Hk}, {Dv}]; got {list(sink.value.shape)}")
+    else:
         raise ValueError(
             f'sink must be None, "off_by_one", a tensor [Hq], a SinkToken or a RowSink; got {sink!r}'
         )
-    elif sink.shape != (Hq,) or not sink.dtype.is_floating_point:
-        raise ValueError(
-            f"a learnable sink is one floating point logit per query head, [{Hq}]; got "
-            f"{sink.dtype} of shape {list(sink.shape)}"
-        )
+    for x in tensors:
+        if not x.dtype.is_floating_point:
+            raise ValueError(f"a sink must be floating point; got {x.dtype}")
+        _check_device("the sink", x, q)
 
 
 def check_attention(
@@ -401,5 +419,5 @@ def check_attention(
         raise ValueError(
             f"v must share q's dtype and device; got {v.dtype} on {v.device} for {q.dtype} on {q.device}"
         )
-    check_mask(mask, q.shape[0], q.shape[2], k.shape[2], q.device)
-    check_sink(sink, q, v)
+    check_mask(mask, q, k.shape[2])
+    check_sink(sink, q, k.shape[1], v.shape[3])

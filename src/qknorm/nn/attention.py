@@ -16,9 +16,10 @@ from qknorm import ops, spec
 from qknorm.nn.kv_cache import KVCache
 from qknorm.nn.marks import SINK, MarkedModule
 from qknorm.nn.qk_norm import QKNorm
+from qknorm.ops.backends import BACKENDS
 from qknorm.ops.norm_rope import rms_normalize
 from qknorm.ops.sinks import token_logits
-from qknorm.ops.stats import Stats, StatsRequest
+from qknorm.ops.stats import Stats, StatsRequest, check_request
 from qknorm.spec import Mask, NormDialect, Rope, RowSink, Sink
 
 SinkKind = Literal["none", "off_by_one", "logit", "token"]
@@ -72,6 +73,8 @@ class AttentionConfig:
             raise ValueError(f"head_dim must be positive; got {self.head_dim}")
         if self.sink not in ("none", "off_by_one", "logit", "token"):
             raise ValueError(f"sink must be none, off_by_one, logit or token; got {self.sink!r}")
+        if self.backend != "auto" and self.backend not in BACKENDS:
+            raise ValueError(f"unknown backend {self.backend!r}: choose auto, {', '.join(BACKENDS)}")
         Mask(window=self.window)  # checks it
 
     @property
@@ -104,12 +107,16 @@ class Attention(MarkedModule):
         self.gate = nn.Linear(c.dim, Hq * D, bias=c.bias) if c.gate else None
         self.out = nn.Linear(Hq * D, c.dim, bias=c.bias)
         self.norm = QKNorm(Hq, Hk, D, c.norm) if c.norm is not None else None
-        is_token = c.sink == "token"
-        logit = Parameter(torch.zeros(Hq)) if c.sink == "logit" else None
+        # fp32 whatever the default dtype, like the gains.
+        logit = Parameter(torch.zeros(Hq, dtype=torch.float32)) if c.sink == "logit" else None
+        key = value = None
+        if c.sink == "token":
+            # A key of 0 would be a fixed point of the norm, with logit 0 and no gradient to speak of.
+            key = Parameter(torch.randn(Hk, D, dtype=torch.float32))
+            value = Parameter(torch.zeros(Hk, D, dtype=torch.float32))
         self.add_marked("sink_logit", logit, SINK)
-        # A key of 0 would be a fixed point of the norm, with logit 0 and no gradient to speak of.
-        self.add_marked("sink_key", Parameter(torch.randn(Hk, D)) if is_token else None, SINK)
-        self.add_marked("sink_value", Parameter(torch.zeros(Hk, D)) if is_token else None, SINK)
+        self.add_marked("sink_key", key, SINK)
+        self.add_marked("sink_value", value, SINK)
 
     def new_cache(
         self,
@@ -244,16 +251,23 @@ class Attention(MarkedModule):
         cache: KVCache | None,
         stats: StatsRequest,
     ) -> Tensor | tuple[Tensor, Stats]:
-        c = self.config
+        c, norm = self.config, self.norm
         scale = c.width**-0.5 if c.scale is None else c.scale
         q_hat, k_hat = self.norm_rope(q, k, rope)
         sink: Sink | None = self.sink_logit
         if c.sink == "off_by_one":
             sink = "off_by_one"
         elif self.sink_key is not None and self.sink_value is not None:
-            token_BHTD = self.sink_key.to(q.dtype)[None, :, None].expand(q.shape[0], -1, 1, -1)
-            sink = RowSink(token_logits(*self.norm_rope(q, token_BHTD, None), scale), self.sink_value)
+            token_BHTD = self.sink_key[None, :, None]
+            if norm is None:
+                flat_q, flat_token = q, token_BHTD
+            else:
+                flat_q, flat_token = norm.normalize_q(q), norm.normalize_k(token_BHTD)
+            sink = RowSink(token_logits(flat_q, flat_token.to(q.dtype), scale), self.sink_value)
         if cache is not None:
+            # What the operator would refuse must not have reached the cache.
+            check_request(stats)
+            spec.check_mask(mask, q, cache.length + k.shape[2])
             k_hat, v = cache.append(k_hat, v)
         return ops.attention(
             q_hat, k_hat, v, mask=mask, sink=sink, scale=scale, stats=stats, backend=c.backend

@@ -30,6 +30,7 @@ class QKNorm(MarkedModule):
 
     q_gain: Parameter | None
     k_gain: Parameter | None
+    _where: Tensor
 
     def __init__(
         self,
@@ -44,11 +45,14 @@ class QKNorm(MarkedModule):
         self.heads = {"q": num_heads, "k": num_kv_heads}
         self.head_dim = head_dim
         self.dialect = dialect
+        # Where gains that are not stored are made; a buffer, so that it follows the module.
+        self.register_buffer("_where", torch.empty(0, device=device), persistent=False)
         for which, heads in self.heads.items():
             size = dialect.gain_size(heads, head_dim)
             gain = None
             if size is not None:
-                gain = Parameter(torch.full(size, 1.0 - dialect.offset, device=device))
+                fill = 1.0 - dialect.offset
+                gain = Parameter(torch.full(size, fill, dtype=torch.float32, device=device))
             self.add_marked(f"{which}_gain", gain, GAIN, offset=dialect.offset)
 
     def reset_parameters(self) -> None:
@@ -65,8 +69,7 @@ class QKNorm(MarkedModule):
         shape = (self.heads[which], self.head_dim)
         stored = getattr(self, f"{which}_gain")
         if stored is None:
-            device = next(self.parameters(), torch.empty(0)).device
-            return torch.ones(shape, device=device)
+            return torch.ones(shape, device=self._where.device)
         gain = stored if stored.shape == (self.head_dim,) else stored.view(shape)
         return (gain + self.dialect.offset if self.dialect.offset else gain).expand(shape)
 
@@ -75,13 +78,19 @@ class QKNorm(MarkedModule):
 
         Raises ValueError if the shapes, or eps for this dtype, do not fit.
         """
-        q_gain, k_gain = self.effective_gains()
-        q_gain, k_gain = q_gain.to(q.device), k_gain.to(k.device)
-        spec.check_qk(q, k, q_gain, k_gain, self.dialect.eps, rope)
+        spec.check_qk(q, k, *self.effective_gains(), self.dialect.eps, rope)
         q_rope = None if rope is None else rope.last(q.shape[2])
-        return self._one(q, q_gain, q_rope), self._one(k, k_gain, rope)
+        return self.normalize_q(q, q_rope), self.normalize_k(k, rope)
 
-    def _one(self, x: Tensor, gain: Tensor, rope: Rope | None) -> Tensor:
+    def normalize_q(self, q: Tensor, rope: Rope | None = None) -> Tensor:
+        """q alone, `[B, Hq, T, D]`, with a table of T positions; unchecked."""
+        return self._normalize(q, "q", rope)
+
+    def normalize_k(self, k: Tensor, rope: Rope | None = None) -> Tensor:
+        """k alone, `[B, Hk, T, D]`, with a table of T positions; unchecked."""
+        return self._normalize(k, "k", rope)
+
+    def _normalize(self, x: Tensor, which: str, rope: Rope | None) -> Tensor:
         dialect = self.dialect
         with torch.autocast(x.device.type, enabled=False):
             wide = x.to(spec.compute_dtype(x.dtype))
@@ -89,7 +98,7 @@ class QKNorm(MarkedModule):
                 wide = rotate(wide, rope)
             wide = rms_normalize(
                 wide,
-                None if dialect.gain == "none" else gain,
+                None if dialect.gain == "none" else self._effective(which),
                 eps=dialect.eps,
                 statistic=dialect.statistic,
                 eps_place=dialect.eps_place,

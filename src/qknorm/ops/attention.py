@@ -99,7 +99,7 @@ def attention(
         k_gain: `[Hk, D]`; None leaves k without a norm.
         eps: added to the mean of squares; at least 1e-6 in half precision.
         rope: rotations for all Tk tokens, applied after the norm; queries are the last Tq tokens.
-        mask: visible pairs, see `Mask`. A row that sees no key gives 0.
+        mask: visible pairs, see `Mask`. A row that sees no key gives 0 (the value of a sink token).
         sink: None, "off_by_one" (a logit of 0), a logit per query head `[Hq]`, a `SinkToken` or a
             `RowSink`; added once to the denominator, not scaled.
         scale: of the logits; 1/sqrt(D) if None.

@@ -45,7 +45,7 @@ def logit_bound(
         k_gain: `[Hk, D]`.
         scale: of the logits; 1/sqrt(D) if None.
         rope: the table of rotations.
-        rotary_dim: R, 0 <= R <= D, if no table is given.
+        rotary_dim: R, 0 <= R <= D, if no table is given; its rotations do not stretch.
         layout: pairing of the entries, needed with `rotary_dim` > 0.
         dtype: what q and k are rounded to; half precision widens the bound by its rounding.
 
@@ -55,12 +55,15 @@ def logit_bound(
     Raises:
         ValueError: gains, table or widths do not fit.
     """
-    (Hq, D), (Hk, Dk) = q_gain.shape, k_gain.shape
-    if Dk != D or Hq % Hk != 0:
+    shapes = tuple(q_gain.shape), tuple(k_gain.shape)
+    if not all(len(s) == 2 and min(s) > 0 for s in shapes) or (
+        shapes[0][1] != shapes[1][1] or shapes[0][0] % shapes[1][0]
+    ):
         raise ValueError(
             f"gains must be [Hq, D] and [Hk, D] with Hq a multiple of Hk; got {list(q_gain.shape)} "
             f"and {list(k_gain.shape)}"
         )
+    (Hq, D), Hk = shapes[0], shapes[1][0]
     scale = D**-0.5 if scale is None else scale
     wide = torch.promote_types(torch.promote_types(q_gain.dtype, k_gain.dtype), torch.float32)
     a = q_gain.detach().to(wide).abs()
@@ -95,15 +98,16 @@ def _pair_supremum(a1: Tensor, a2: Tensor, b1: Tensor, b2: Tensor, rope: Rope) -
     Its square is (F + sqrt(F^2 - 4 det^2)) / 2 with det = a1 a2 b1 b2 and the squared Frobenius norm
     F = cos^2(x) (a1^2 b1^2 + a2^2 b2^2) + sin^2(x) (a1^2 b2^2 + a2^2 b1^2): it grows with F, which
     is linear in cos^2(x), so only the extremes of cos^2 over the table matter. cos^2 = 1 occurs
-    (a token and itself).
+    (a token and itself). Where the table also stretches (YaRN), both sides are stretched.
     """
+    stretch = (rope.cos.double().square() + rope.sin.double().square()).flatten(0, -2).amax(0)
     lowest = _lowest_cos_square(rope).to(a1.dtype)
     aligned = (a1 * b1).square() + (a2 * b2).square()
     crossed = (a1 * b2).square() + (a2 * b1).square()
     frobenius = torch.maximum(aligned, lowest * aligned + (1 - lowest) * crossed)
     det = a1 * a2 * b1 * b2
     root = (frobenius.square() - 4 * det.square()).clamp(min=0).sqrt()
-    return ((frobenius + root) / 2).sqrt()
+    return ((frobenius + root) / 2).sqrt() * stretch.to(a1.dtype)
 
 
 def _lowest_cos_square(rope: Rope) -> Tensor:

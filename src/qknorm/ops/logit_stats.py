@@ -56,7 +56,7 @@ def _logit_stats(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row maximum, log-sum-exp, entropy `[B, Hq, Tq]` and visible keys `[1 or B, Tq]`.
+    """Row maximum m, ln(l), entropy `[B, Hq, Tq]` and visible keys `[1 or B, Tq]`.
 
     With m the running maximum, l = sum exp(s - m) and t = sum exp(s - m) (s - m), the entropy is
     ln(l) - t / l. Unlike lse - E[s] it does not cancel at large logits.
@@ -67,7 +67,7 @@ def _logit_stats(
     wide = spec.compute_dtype(q_BHTD.dtype)
     device = q_BHTD.device
     maximum = torch.full((B, Hq, Tq), -torch.inf, dtype=wide, device=device)
-    lse = torch.full_like(maximum, -torch.inf)
+    log_sum = torch.full_like(maximum, -torch.inf)
     entropy = torch.zeros_like(maximum)
     per_row = 1 if documents is None and key_padding is None else B
     visible_keys = torch.zeros(per_row, Tq, dtype=torch.int64, device=device)
@@ -77,7 +77,7 @@ def _logit_stats(
         for span in spans(mask, Tq, Tk, rows):
             queries = (span.q_lo, span.q_hi)
             n = span.q_hi - span.q_lo
-            q = q_BHTD[:, :, span.q_lo : span.q_hi].to(wide).reshape(B, Hk, -1, D)
+            q = q_BHTD[:, :, span.q_lo : span.q_hi].to(wide).reshape(B, Hk, Hq // Hk * n, D)
             m = torch.full((B, Hq, n), -torch.inf, dtype=wide, device=device)
             l = torch.zeros_like(m)  # noqa: E741 - the name of the literature
             t = torch.zeros_like(m)
@@ -103,10 +103,10 @@ def _logit_stats(
                 m = m_new
             seen = m != -torch.inf
             maximum[:, :, span.q_lo : span.q_hi] = m
-            lse[:, :, span.q_lo : span.q_hi] = torch.where(seen, m + l.log(), -torch.inf)
+            log_sum[:, :, span.q_lo : span.q_hi] = l.log()
             entropy[:, :, span.q_lo : span.q_hi] = torch.where(seen, l.log() - t / l, 0.0)
     # Rounding can leave a one-key row at -1e-7.
-    return maximum, lse, entropy.clamp_(min=0.0), visible_keys
+    return maximum, log_sum, entropy.clamp_(min=0.0), visible_keys
 
 
 @torch.library.register_fake("qknorm::logit_stats")
@@ -132,7 +132,7 @@ def stream_rows(
 
     `sink_logit` broadcasts to `[B, Hq, Tq]`.
     """
-    maximum, lse, entropy, keys = torch.ops.qknorm.logit_stats(
+    maximum, log_sum, entropy, keys = torch.ops.qknorm.logit_stats(
         q_hat.detach(),
         k_hat.detach(),
         mask.documents,
@@ -142,10 +142,10 @@ def stream_rows(
         scale,
     )
     if sink_logit is not None:
-        sink_logit = sink_logit.detach().to(lse.dtype).expand(lse.shape)
+        sink_logit = sink_logit.detach().to(log_sum.dtype).expand(log_sum.shape)
     return Rows(
         max_logit=maximum,
-        key_lse=lse,
+        log_sum=log_sum,
         entropy_nats=entropy,
         visible_keys=keys,
         is_real=mask.real_queries(q_hat.shape[2], k_hat.shape[2], q_hat.device),
@@ -193,8 +193,9 @@ def logit_stats(
             eps=eps,
             rope=rope,
             mask=mask,
-            sink=None,  # its value plays no part here
+            sink=None,
         )
+        spec.check_sink(sink, q, k.shape[1], None)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         q_hat, k_hat = qk_norm_rope(q, k, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope)
         sink_logit = sink_logits(q, sink, q_gain=q_gain, k_gain=k_gain, eps=eps, scale=scale)

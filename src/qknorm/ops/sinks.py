@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qknorm import spec
-from qknorm.ops.norm_rope import qk_norm_rope
+from qknorm.ops.norm_rope import norm_rope
 from qknorm.spec import RowSink, Sink, SinkToken
 
 
@@ -29,9 +29,9 @@ def sink_logits(
     if sink is None:
         return None
     if isinstance(sink, SinkToken):
-        token_BHTD = sink.key.to(q.dtype)[None, :, None].expand(q.shape[0], -1, 1, -1)
-        q_hat, token_hat = qk_norm_rope(q, token_BHTD, q_gain=q_gain, k_gain=k_gain, eps=eps)
-        return token_logits(q_hat, token_hat, scale)
+        q_hat = norm_rope(q, q_gain, eps, None)
+        token_hat = norm_rope(sink.key[None, :, None], k_gain, eps, None)
+        return token_logits(q_hat, token_hat.to(q.dtype), scale)
     wide = spec.compute_dtype(q.dtype)
     if isinstance(sink, RowSink):
         return sink.logit.to(wide)
@@ -41,7 +41,7 @@ def sink_logits(
 
 
 def token_logits(q_hat: Tensor, token_hat: Tensor, scale: float) -> Tensor:
-    """Logits `[B, Hq, Tq]` of q_hat `[B, Hq, Tq, D]` against one key per head `[B, Hk, 1, D]`, both
+    """Logits `[B, Hq, Tq]` of q_hat `[B, Hq, Tq, D]` against one key per head `[1, Hk, 1, D]`, both
     normalised and neither rotated."""
     wide = spec.compute_dtype(q_hat.dtype)
     G = q_hat.shape[1] // token_hat.shape[1]

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, Hq query heads. Rows are queries of one head. All val
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,10 +26,12 @@ def check_request(stats: StatsRequest) -> None:
 class Rows:
     """The values of each row, over its visible keys.
 
+    The log-sum-exp is kept as a maximum and the log of a sum relative to it: at logits near 1000
+    their total is only good to 6e-5 in fp32, too coarse to merge entropies with.
+
     Attributes:
         max_logit: `[B, Hq, Tq]`; -inf where no key is visible.
-        key_lse: `[B, Hq, Tq]` nats, log of the sum of exp(logit) over the keys, without the sink;
-            -inf where no key is visible.
+        log_sum: `[B, Hq, Tq]` nats, ln(sum exp(logit - max_logit)); -inf where no key is visible.
         entropy_nats: `[B, Hq, Tq]`, of the softmax over the keys; 0 where no key is visible.
         visible_keys: `[B or 1, Tq]`, int64.
         is_real: `[B or 1, Tq]`, bool; False for a query whose own token is padding.
@@ -36,11 +39,16 @@ class Rows:
     """
 
     max_logit: Tensor
-    key_lse: Tensor
+    log_sum: Tensor
     entropy_nats: Tensor
     visible_keys: Tensor
     is_real: Tensor
     sink_logit: Tensor | None = None
+
+    @property
+    def key_lse(self) -> Tensor:
+        """`[B, Hq, Tq]` nats: log of the sum of exp(logit) over the keys, without the sink."""
+        return self.max_logit + self.log_sum
 
     @property
     def lse(self) -> Tensor:
@@ -49,25 +57,42 @@ class Rows:
             return self.key_lse
         return torch.logaddexp(self.key_lse, self.sink_logit)
 
+    @property
+    def sink_mass(self) -> Tensor:
+        """`[B, Hq, Tq]`: the probability of the sink, 1 / (1 + exp(key_lse - sink))."""
+        if self.sink_logit is None:
+            return torch.zeros_like(self.log_sum)
+        return torch.sigmoid(self.sink_logit - self.max_logit - self.log_sum)
+
     def merge_keys(self, *others: Rows) -> Rows:
         """The rows over the union of disjoint key splits. A sink is carried once, from `self`.
 
-        With weights w_i = exp(lse_i - lse): H = sum_i w_i (H_i + lse - lse_i), from H = lse - E[s].
+        A query counts if it is real for any part. With d_i = lse - lse_i and weights exp(-d_i):
+        H = sum_i exp(-d_i) (H_i + d_i), from H = lse - E[s].
         """
         parts = (self, *others)
-        lses = torch.stack([part.key_lse for part in parts])
-        lse = lses.logsumexp(0)
-        below = torch.where(lses == -torch.inf, 0.0, lse - lses)
-        weight = torch.where(lses == -torch.inf, 0.0, torch.exp(-below))
+        maxima = torch.stack([part.max_logit for part in parts])
+        maximum = maxima.amax(0)
+        origin = torch.where(maximum == -torch.inf, 0.0, maximum)
+        relative = maxima - origin + torch.stack([part.log_sum for part in parts])
+        log_sum = relative.logsumexp(0)
+        seen = maxima != -torch.inf
+        below = torch.where(seen, log_sum - relative, 0.0)
+        weight = torch.where(seen, torch.exp(-below), 0.0)
         entropies = torch.stack([part.entropy_nats for part in parts])
         return Rows(
-            max_logit=torch.stack([part.max_logit for part in parts]).amax(0),
-            key_lse=lse,
+            max_logit=maximum,
+            log_sum=log_sum,
             entropy_nats=(weight * (entropies + below)).sum(0),
-            visible_keys=torch.stack([part.visible_keys for part in parts]).sum(0),
-            is_real=self.is_real,
+            visible_keys=functools.reduce(torch.add, [part.visible_keys for part in parts]),
+            is_real=functools.reduce(torch.logical_or, [part.is_real for part in parts]),
             sink_logit=self.sink_logit,
         )
+
+
+def amax(x: Tensor) -> Tensor:
+    """Largest entry along the last axis; -inf where there is none, which torch refuses."""
+    return x.amax(-1) if x.shape[-1] > 0 else x.new_full(x.shape[:-1], -torch.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,19 +141,15 @@ class Stats:
         counted = (rows.is_real & (rows.visible_keys > 0))[:, None].expand(rows.max_logit.shape)
         has_choice = counted & (keys_B1T > 1)
         ratio = rows.entropy_nats / torch.log(keys_B1T.clamp(min=2).to(rows.entropy_nats.dtype))
-        if rows.sink_logit is None:
-            sink = torch.zeros_like(rows.entropy_nats)
-        else:
-            sink = torch.exp(rows.sink_logit - rows.lse)
 
         def total(x: Tensor, where: Tensor) -> Tensor:
             return torch.where(where, x, 0.0).sum((0, 2))
 
         return Stats(
-            max_logit=torch.where(counted, rows.max_logit, -torch.inf).amax((0, 2)),
+            max_logit=amax(torch.where(counted, rows.max_logit, -torch.inf).transpose(0, 1).flatten(1)),
             entropy_sum=total(rows.entropy_nats, counted),
             ratio_sum=total(ratio, has_choice),
-            sink_sum=total(sink, counted),
+            sink_sum=total(rows.sink_mass, counted),
             row_count=counted[:, 0].sum(),
             ratio_count=has_choice[:, 0].sum(),
             rows=rows if keep_rows else None,

@@ -19,16 +19,23 @@ from qknorm import spec
 SCORE_BUDGET = 1 << 22
 
 
-def uses_flash(device_type: str) -> bool:
-    """Whether torch's own kernel serves blocks on this device."""
-    return device_type == "cpu"
+def uses_flash(q: Tensor, k: Tensor) -> bool:
+    """Whether torch's own kernel serves this block.
+
+    The CPU kernel takes a row whose logits are all NaN for a fully masked one and returns 0, which
+    would hide the NaN; and bf16 rows with an infinite logit become 0 as well.
+    """
+    if q.device.type != "cpu":
+        return False
+    wide = spec.compute_dtype(q.dtype)
+    return bool(torch.isfinite(q.sum(dtype=wide) + k.sum(dtype=wide)))
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """out `[B, Hq, n, Dv]` and lse `[B, Hq, n]`; rows that see nothing hold unspecified values."""
-    if not uses_flash(q.device.type):
+    if not uses_flash(q, k):
         return _plain_forward(q, k, v, bias, causal, scale)
     Dv, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
     q, k, v = _pad(q, width), _pad(k, width), _pad(v, width)
@@ -50,7 +57,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv for P = exp(s - lse) and delta = rowsum(d_out * out), whatever out and lse are."""
-    if not uses_flash(q.device.type):
+    if not uses_flash(q, k):
         return _plain_backward(d_out, q, k, v, out, lse, bias, causal, scale)
     D, Dv, width = q.shape[-1], v.shape[-1], max(q.shape[-1], v.shape[-1])
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -93,7 +100,7 @@ def _scores(
     if causal:
         token = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
         s = s.masked_fill(torch.arange(m, device=q.device) > token, -torch.inf)
-    return s if bias is None else s + bias[:, :, None, rows].to(wide)
+    return s if bias is None else s.masked_fill(bias[:, :, None, rows] < 0, -torch.inf)
 
 
 def _plain_forward(

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qknorm import spec
 from qknorm.ops.backends import flash_blocks
@@ -87,8 +86,12 @@ class _StockAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        # once_differentiable looks at d_out alone, and misses that dq depends on q.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                'the stock backend has no second derivative (create_graph=True): use backend="reference"'
+            )
         q, k, v, out, lse, sink, sink_value, documents, key_padding = ctx.saved_tensors
         dq, dk, dv, d_sink, d_sink_value = torch.ops.qknorm.stock_backward(
             d_out, q, k, v, out, lse, sink, sink_value, documents, key_padding, *ctx.options

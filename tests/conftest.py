@@ -1,0 +1,49 @@
+"""What every test runs under: poisoned memory, a fixed seed, one thread per worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# The same examples on every run: a failure here must be the change's, not the dice's.
+settings.register_profile(
+    "qknorm",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("qknorm")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x = make(*args, **kwargs)
+        if x.dtype.is_floating_point and x.device.type != "meta":
+            with torch.no_grad():
+                x.fill_(torch.nan)
+        return x
+
+    return empty
+
+
+@pytest.fixture(autouse=True)
+def nan_in_unwritten_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote reads as NaN, so that relying on it cannot pass by luck."""
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
