@@ -1,0 +1,144 @@
+"""The divergence rule at its edges, and LR sensitivity by hand."""
+
+import math
+
+import pytest
+
+from qknorm.lab.compare import sensitivities
+from qknorm.lab.verdict import DIVERGENCE_RULE, divergence, lr_sensitivity
+
+GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+UP = math.inf
+
+
+def above(x):
+    return math.nextafter(x, UP)
+
+
+def falling(steps=40, first=5.0, last=2.0):
+    return [first + (last - first) * i / (steps - 1) for i in range(steps)]
+
+
+# The rule of papers.md, section 4: final > initial - 0.1, or NaN, or > best so far + 1.0 for the last
+# 10 % of the steps.
+
+
+def test_a_run_that_learns_has_not_diverged():
+    assert divergence(falling(), 2.0) is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_divergence_wherever_it_stands(bad):
+    losses = falling()
+    for place in (0, 20, len(losses) - 1):
+        assert divergence(losses[:place] + [bad] + losses[place + 1 :], 2.0)
+    assert divergence(losses, bad)
+
+
+def test_a_final_loss_of_exactly_a_tenth_below_the_first_has_not_diverged():
+    losses = [3.0, *falling(first=2.9)]
+    edge = losses[0] - 0.1
+    assert divergence(losses, edge) is None
+    assert divergence(losses, above(edge))
+
+
+def test_the_final_loss_counts_against_the_first_step_not_the_best():
+    # Up at first, then down: still 2 below where it began.
+    assert divergence([4.0, 6.0, 5.0, 3.0, 2.0], 2.0) is None
+    # Best of 1.5 in the middle does not excuse an end at the start.
+    assert divergence([4.0, 1.5, 4.0, 4.0, 4.0], 4.0)
+
+
+def test_a_tail_of_exactly_one_above_the_best_has_not_diverged():
+    start = [5.0, *([1.0] * 35)]
+    assert divergence([*start, *([2.0] * 4)], 2.0) is None
+    assert divergence([*start, *([above(2.0)] * 4)], 2.0)
+
+
+def test_the_tail_is_the_last_tenth_of_the_steps_and_all_of_it():
+    good, bad = 1.0, 2.5
+    head = [5.0] + [good] * 35
+    assert divergence([*head, bad, bad, bad, bad], 2.0)  # 40 steps: the last 4
+    assert divergence([*head, good, bad, bad, bad], 2.0) is None
+    assert divergence([*head, bad, bad, bad, good], 2.0) is None
+    assert divergence([*head[:-2], bad, good, bad, bad, bad, bad], 2.0)
+
+
+def test_a_spike_that_heals_is_no_divergence():
+    losses = falling(100)
+    losses[50:60] = [9.0] * 10
+    assert divergence(losses, 2.0) is None
+
+
+def test_the_reason_says_which_clause_and_with_which_numbers():
+    assert "finite" in divergence([3.0, math.nan], 2.0)
+    assert "3.000" in divergence([3.0, 2.95], 2.95)
+    assert "1.000" in divergence([5.0] + [1.0] * 35 + [2.5] * 4, 2.5)
+
+
+def test_the_written_rule_holds_the_numbers_that_are_applied():
+    for number in ("0.1", "1.0", "10 %", "finite"):
+        assert number in DIVERGENCE_RULE
+
+
+# S = mean over the grid of min(loss, initial) - min loss (Wortsman et al. 2023).
+
+
+def test_sensitivity_by_hand():
+    losses = dict(zip(GRID, (2.0, 1.8, 1.6, 1.5, 1.7, 2.5, 3.5), strict=True))
+    # Clipped at 3.0: (2.0 + 1.8 + 1.6 + 1.5 + 1.7 + 2.5 + 3.0) / 7 - 1.5 = 14.1 / 7 - 1.5.
+    assert lr_sensitivity(losses, 3.0) == pytest.approx(14.1 / 7 - 1.5, abs=1e-12)
+
+
+def test_sensitivity_without_clipping_is_the_mean_above_the_best():
+    losses = dict(zip(GRID, (2.0, 1.8, 1.6, 1.5, 1.7, 2.5, 3.5), strict=True))
+    assert lr_sensitivity(losses, 10.0) == pytest.approx(14.6 / 7 - 1.5, abs=1e-12)
+
+
+def test_a_model_at_chance_everywhere_scores_zero():
+    assert lr_sensitivity(dict.fromkeys(GRID, 9.0), 5.5) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_counts_as_the_initial_one(bad):
+    losses = dict.fromkeys(GRID, 1.0) | {3e-1: bad, 1e-1: bad}
+    assert lr_sensitivity(losses, 4.5) == pytest.approx(2 * 3.5 / 7, abs=1e-12)
+
+
+@pytest.mark.parametrize("missing", GRID)
+def test_without_all_seven_rates_there_is_no_sensitivity(missing):
+    losses = {lr: 1.0 for lr in GRID if lr != missing}
+    assert lr_sensitivity(losses, 5.0) is None
+
+
+def test_rates_beside_the_grid_do_not_count():
+    losses = dict.fromkeys(GRID, 1.0) | {3e-1: 2.0}
+    alone = lr_sensitivity(losses, 5.0)
+    assert alone == pytest.approx(1 / 7, abs=1e-12)
+    assert lr_sensitivity(losses | {2e-3: 0.1, 1.0: 4.9}, 5.0) == pytest.approx(alone, abs=1e-12)
+
+
+def record(arm, lr, seed, loss, initial=5.0):
+    return {"arm": arm, "lr": lr, "seed": seed, "final_loss": loss, "initial_loss": initial}
+
+
+def test_a_summary_gives_each_arm_its_mean_over_seeds():
+    summary = [record("qk", lr, 0, 1.0 + (lr == 3e-1)) for lr in GRID]
+    summary += [record("qk", lr, 1, 1.0 + 3 * (lr == 3e-1)) for lr in GRID]
+    summary += [record("none", lr, seed, None if lr == 3e-1 else 1.0) for lr in GRID for seed in (0, 1)]
+    assert sensitivities(summary) == {
+        "qk": pytest.approx((1 / 7 + 3 / 7) / 2, abs=1e-12),
+        "none": pytest.approx(4 / 7, abs=1e-12),
+    }
+
+
+def test_an_arm_without_the_whole_grid_gets_no_sensitivity():
+    summary = [record("qk", lr, 0, 1.0) for lr in GRID]
+    summary += [record("none", lr, 0, 1.0) for lr in GRID[:6]]
+    assert list(sensitivities(summary)) == ["qk"]
+
+
+def test_an_arm_with_fewer_seeds_than_another_keeps_its_sensitivity():
+    summary = [record("qk", lr, seed, 1.0) for lr in GRID for seed in (0, 1)]
+    summary += [record("none", lr, 0, 1.0) for lr in GRID]
+    assert set(sensitivities(summary)) == {"qk", "none"}

@@ -1,0 +1,37 @@
+"""What `import qknorm` brings along, and what it offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import requires, version
+
+import pytest
+
+import qknorm
+
+HEAVY = ("typer", "rich", "plotly", "jinja2", "tokenizers", "tensorboard", "transformers", "pandas")
+
+
+def test_import_qknorm_pulls_in_torch_and_nothing_heavier():
+    code = f"import qknorm, sys; print([m for m in {HEAVY!r} if m in sys.modules])"
+    before = f"import torch, sys; print([m for m in {HEAVY!r} if m in sys.modules])"
+    found = [
+        subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=True).stdout
+        for c in (code, before)
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", qknorm.__all__)
+def test_every_public_name_exists_and_has_a_docstring(name):
+    assert (getattr(qknorm, name).__doc__ or "").strip()
+
+
+def test_torch_is_required_from_2_10_and_not_capped():
+    (torch,) = [r for r in requires("qknorm") or [] if r.startswith("torch")]
+    assert torch.replace(" ", "") == "torch>=2.10"
+
+
+def test_the_version_is_stated_once():
+    assert version("qknorm") == qknorm.__version__
