@@ -127,10 +127,10 @@ def test_help_of_a_verb_lists_its_options_each_with_words(qknorm, verb):
     assert ended.code == 0
     assert "Traceback" not in ended.out + ended.err
     said = words(ended.out)
-    # Run from here, the program's own name is that of pytest.
-    assert re.search(rf"Usage: \S.*qknorm {verb} \[OPTIONS\]", said)
+    assert re.search(rf"Usage: .*{verb} \[OPTIONS\]", said)
     for option in OPTIONS[verb].split():
-        assert re.search(rf"{option}\b[^-]*[A-Za-z]{{3}}", said), option
+        # A letter for short, a type, and words.
+        assert re.search(rf"{option}( -\w)? <\S+> [^-]*[A-Za-z]{{3}}", said), option
 
 
 def test_help_of_compare_explains_every_arm_to_the_letter(qknorm):
@@ -390,7 +390,7 @@ BAD = {
     "a rate of nan": (["--lr", "nan"], "lr"),
     "a negative clip": (["--clip", -1], "clip"),
     "a negative seed": (["--seed", -1], "seed"),
-    "a seed beyond the generator": (["--seed", 2**40], "seed"),
+    "a seed beyond the generator": (["--seed", 2**64], "seed"),
     "a vocabulary below zero": (["--vocab-size", -3], "vocab"),
 }
 
@@ -408,6 +408,15 @@ def test_bad_input_ends_in_one_sentence_and_creates_nothing(qknorm, tmp_path, mo
     complaint(ended, word)
     assert not (tmp_path / "new").exists()
     assert sorted((tmp_path / "in").rglob("*")) == before
+
+
+def test_a_large_seed_works_or_is_refused_before_anything_is_created(qknorm, text, tmp_path):
+    ended = qknorm("train", tmp_path / "run", *SIZE, "--data", text, "--steps", 2, "--seed", 2**40)
+    if ended.code == 2:
+        complaint(ended, "seed")
+        assert not (tmp_path / "run").exists()
+    else:
+        assert final(tmp_path / "run")["seed"] == 2**40
 
 
 def test_resume_without_a_checkpoint_is_one_sentence_and_creates_nothing(qknorm, text, tmp_path):

@@ -86,6 +86,13 @@ def test_twins_differ_in_the_arm_and_in_nothing_else(grid):
         assert asdict(neutral) == asdict(replace(same, model=replace(same.model, **attention)))
 
 
+def test_the_arm_with_gain_decay_is_trained_with_it_and_the_others_without(base):
+    grid = CompareConfig(base=base, arms=tuple(ARMS))
+    decays = {run.arm: run.gain_decay for _, run in grid.runs()}
+    assert decays.pop("qk-decay") == ARMS["qk-decay"].gain_decay > 0
+    assert set(decays.values()) == {0.0}
+
+
 def test_the_summary_is_a_list_of_records_one_per_run(compared):
     folder, returned = compared
     summary = strict((folder / "summary.json").read_text())

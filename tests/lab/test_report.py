@@ -384,7 +384,7 @@ def test_words_say_that_the_norm_was_better():
 def test_words_say_that_the_norm_was_worse():
     text = said(record("none", loss=1.836, logit=5.0), record("qk", loss=1.9, logit=50.0))
     assert "0.064 nats above none" in text
-    assert "10.0 times larger (50.0 against 5.0)" in text
+    assert "10 times larger (50.0 against 5.0)" in text
     assert "below" not in text
     assert "smaller" not in text
 

@@ -22,7 +22,8 @@ import torch
 from qknorm.lab import ARMS, DataConfig, ModelConfig, TrainConfig, checkpoint, train
 from qknorm.lab.arms import get_arm
 from qknorm.lab.checkpoint import CheckpointError
-from qknorm.lab.trainer import CHECKPOINT_FILE, Trainer
+from qknorm.lab.files import CHECKPOINT_FILE
+from qknorm.lab.trainer import Trainer
 from qknorm.spec import NormDialect
 
 CLOCKS = ("step_ms", "tokens_per_s")
@@ -404,6 +405,26 @@ def test_a_disk_that_is_full_from_the_start_leaves_no_half_written_file(text, tm
     assert ended.returncode == 2, ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
     assert list(folder.rglob("*.part")) == []
+
+
+def test_a_disk_that_fills_up_while_logging_ends_in_one_sentence_and_can_be_resumed(text, tmp_path):
+    folder = tmp_path / "run"
+    run = TrainConfig(
+        model=ModelConfig(layers=2, dim=32, heads=2),
+        data=DataConfig(source=str(text)),
+        steps=60,
+        batch=2,
+        context=16,
+    )
+    train(run, folder, on_record=at_step(4, stop()))
+    old = (folder / CHECKPOINT_FILE).read_bytes()
+    ended = limited(folder, text, 5000, "--steps", "60", "--resume")
+    assert ended.returncode == 2, ended.stderr
+    assert len([line for line in ended.stderr.splitlines() if "error" in line]) == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert (folder / CHECKPOINT_FILE).read_bytes() == old
+    train(run, folder, resume=True)
+    assert [line.get("step", "final") for line in strict_lines(folder)] == [*range(1, 61), "final"]
 
 
 def test_an_interrupted_save_never_becomes_the_checkpoint(config, stopped, monkeypatch):

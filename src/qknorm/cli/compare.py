@@ -6,18 +6,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from qknorm.cli import options as o
 from qknorm.cli.console import RunProgress, err, number, out, print_json
 from qknorm.lab.arms import ARMS
 from qknorm.lab.compare import CompareConfig, sensitivities
 from qknorm.lab.compare import compare as compare_runs
+from qknorm.lab.files import REPORT_FILE
 from qknorm.lab.report import words, write_report
 from qknorm.lab.runs import load_runs
 from qknorm.lab.trainer import TrainConfig
 
-_ARMS_HELP = "Variant; repeat the option. " + " ".join(f"{n}: {a.help}." for n, a in ARMS.items())
+_ARMS_HELP = "Variant; repeat the option. " + " ".join(
+    escape(f"{name}: {arm.help}.") for name, arm in ARMS.items()
+)
 
 
 @o.with_run_options
@@ -47,8 +52,10 @@ def compare(
         summary = compare_runs(config, folder, overwrite=overwrite, on_record=show)
     if summary is None:
         err.print("stopped; the runs so far are in the folder, without a summary", soft_wrap=True)
+        if as_json:
+            print_json({"stopped": True})
         return 1
-    report = write_report(load_runs([folder / name for name in names]), folder / "report.html")
+    report = write_report(load_runs([folder / name for name in names]), folder / REPORT_FILE)
     if as_json:
         print_json({"runs": summary, "lr_sensitivity": sensitivities(summary), "report": str(report)})
         return 0
@@ -71,6 +78,6 @@ def _table(summary: list[dict[str, Any]]) -> Table:
             number(r["final_loss"]),
             number(r["max_logit"], 1),
             number(r["entropy_nats"]),
-            "[red]diverged[/red]" if r["diverged"] else "finished",
+            Text("diverged", style="red") if r["diverged"] else "finished",
         )
     return table

@@ -17,10 +17,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from qknorm.lab.log import plain
+from qknorm.lab.files import plain
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# Names and paths of users may hold brackets: no markup anywhere.
+out = Console(highlight=False, markup=False)
+err = Console(stderr=True, highlight=False, markup=False)
 
 
 def complain(sentence: str) -> None:

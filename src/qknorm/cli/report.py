@@ -9,6 +9,7 @@ import typer
 
 from qknorm.cli import options as o
 from qknorm.cli.console import out, print_json
+from qknorm.lab.files import REPORT_FILE
 from qknorm.lab.report import words, write_report
 from qknorm.lab.runs import find_runs, load_runs
 
@@ -22,7 +23,7 @@ def report(
 ) -> int:
     """Write one offline HTML page about one or more runs: verdict, curves, heatmaps, environment."""
     runs = load_runs(find_runs(folders))
-    path = write_report(runs, output or folders[0] / "report.html")
+    path = write_report(runs, output or folders[0] / REPORT_FILE)
     summary = [run.final for run in runs if run.final is not None]
     if as_json:
         print_json({"report": str(path), "runs": [r | {"layers": None} for r in summary]})

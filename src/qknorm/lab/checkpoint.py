@@ -1,8 +1,7 @@
-"""Checkpoints that are whole or absent: written beside the old one, then renamed over it."""
+"""Checkpoints: tensors and plain values in one file, whole or absent."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import zipfile
 from pathlib import Path
@@ -10,30 +9,29 @@ from typing import Any
 
 import torch
 
+from qknorm.lab.files import replace_file
+
+FORMAT = "qknorm.lab checkpoint 1"
+_BROKEN = (zipfile.BadZipFile, pickle.UnpicklingError)
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read. The message says what to do."""
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint of tensors and plain values. If it fails, the old file survives untouched.
+    """Write a checkpoint. If it fails, the old file survives untouched.
 
     Raises:
         CheckpointError: the disk is full or not writable.
     """
-    part = path.with_name(path.name + ".part")
     try:
-        with part.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        replace_file(path, lambda file: torch.save(state | {"format": FORMAT}, file))
     # torch reports a failed write of its archive as RuntimeError.
     except (OSError, RuntimeError) as error:
-        part.unlink(missing_ok=True)
         kept = "; the previous checkpoint is untouched" if path.exists() else ""
         raise CheckpointError(
-            f"could not save {path}: {_reason(error)}{kept}. Free some space and resume."
+            f"could not save {path}: {_reason(error)}{kept}; free some space and resume"
         ) from error
 
 
@@ -41,21 +39,30 @@ def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint, checksums first; never runs code from it.
 
     Raises:
-        CheckpointError: missing, truncated or damaged.
+        CheckpointError: missing, truncated, damaged, or not one of ours.
     """
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-        if damaged is None:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-            return state
-    except (zipfile.BadZipFile, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        state = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+    except (
+        zipfile.BadZipFile,
+        OSError,
+        RuntimeError,
+        ValueError,
+        EOFError,
+        pickle.UnpicklingError,
+    ) as error:
         raise CheckpointError(
             f"{path} is not a whole checkpoint ({_reason(error)}): delete it and start again"
         ) from error
-    raise CheckpointError(f"{path} is damaged (checksum of {damaged}): delete it and start again")
+    if damaged:
+        raise CheckpointError(f"{path} is damaged (checksum of {damaged}): delete it and start again")
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no checkpoint of qknorm train: name the folder of a run")
+    return state
 
 
 def _reason(error: BaseException) -> str:

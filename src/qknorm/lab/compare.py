@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qknorm.lab import environment
+from qknorm.lab import data, files
 from qknorm.lab.arms import get_arm
 from qknorm.lab.trainer import TrainConfig, train
 from qknorm.lab.verdict import lr_sensitivity
 
-SUMMARY_FILE = "summary.json"
 SUMMARY_KEYS = (
     "arm", "lr", "seed", "final_loss", "max_logit", "entropy_nats", "diverged", "reason",
     "initial_loss", "steps",
@@ -50,7 +50,7 @@ class CompareConfig:
     def runs(self) -> list[tuple[str, TrainConfig]]:
         """Folder name and configuration of every run; arms of one rate and seed side by side."""
         return [
-            (f"{arm}-lr{lr:g}-seed{seed}", self.run(arm, lr, seed))
+            (f"{arm}-lr{lr!r}-seed{seed}", self.run(arm, lr, seed))
             for lr in self.lrs
             for seed in self.seeds
             for arm in self.arms
@@ -91,22 +91,30 @@ def compare(
     Raises:
         ValueError: bad input, or a folder that holds runs already.
     """
-    if (folder / SUMMARY_FILE).exists() and not overwrite:
-        raise ValueError(f"{folder} holds a comparison: overwrite it, or choose another folder")
+    runs = config.runs()
+    if not overwrite:
+        files.refuse_if_taken(folder, files.COMPARISON_FILES, "the comparison")
+        for name, _ in runs:
+            files.refuse_if_taken(folder / name, files.RUN_FILES, "the run")
+    else:
+        # Unreadable data must not cost the old runs.
+        base = config.base
+        data.load(base.data, vocab_size=base.model.vocab_size, context=base.context)
+        files.remove_comparison(folder)
     summary = []
-    for index, (name, run) in enumerate(config.runs()):
+    for index, (name, run) in enumerate(runs):
         outcome = train(
             run, folder / name, overwrite=overwrite, on_record=partial(on_record, index, run)
         )
-        if outcome.record is None:
+        if outcome.record is None or (outcome.stopped and index + 1 < len(runs)):
             return None
         summary.append({key: outcome.record[key] for key in SUMMARY_KEYS})
-    environment.write_json(folder / SUMMARY_FILE, summary)
+    files.replace_json(folder / files.SUMMARY_FILE, summary)
     return summary
 
 
 def sensitivities(summary: list[dict[str, Any]]) -> dict[str, float]:
-    """LR sensitivity of each arm, mean over seeds, where the grid is the paper's."""
+    """LR sensitivity of each arm, mean over the seeds that have the paper's seven rates."""
     found = {}
     for arm in dict.fromkeys(record["arm"] for record in summary):
         values = []
@@ -114,7 +122,9 @@ def sensitivities(summary: list[dict[str, Any]]) -> dict[str, float]:
             runs = [r for r in summary if (r["arm"], r["seed"]) == (arm, seed)]
             losses = {r["lr"]: math.nan if r["final_loss"] is None else r["final_loss"] for r in runs}
             initial = max((r["initial_loss"] for r in runs), default=math.nan)
-            values.append(lr_sensitivity(losses, initial))
-        if values and all(value is not None for value in values):
-            found[arm] = sum(v for v in values if v is not None) / len(values)
+            value = lr_sensitivity(losses, initial)
+            if value is not None:
+                values.append(value)
+        if values:
+            found[arm] = statistics.fmean(values)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import sys
@@ -53,7 +54,9 @@ class Dataset:
     def batch(self, seed: int, step: int, batch: int, context: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets int64 `[batch, context]` of a step. A function of seed and step alone, so
         that a resumed run continues with the very same batches."""
-        generator = torch.Generator().manual_seed((seed << 32) + step)
+        # The generator keeps 32 bits of its seed: mix both numbers into them.
+        digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=4).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         starts = torch.randint(len(self.train) - context, (batch,), generator=generator)
         return _windows(self.train, starts, context)
 
@@ -140,17 +143,17 @@ def _read_bin(path: Path, dtype: torch.dtype) -> Tensor:
 
 
 def _jsonl_texts(path: Path) -> Iterator[bytes]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError) as error:
+                yield text.encode()
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
-                    f'{path}, line {number}: expected a JSON object with a "text"'
+                    f'{path}, line {number}: expected a JSON object with a "text" that is a string'
                 ) from error
-            yield str(text).encode()
 
 
 def _stdlib_text() -> bytes:
@@ -181,7 +184,10 @@ def _load_tokenizer(path: str):  # type: ignore[no-untyped-def]
         ) from error
     if not Path(path).is_file():
         raise ValueError(f"no such tokenizer: {path}")
-    return Tokenizer.from_file(path)
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
 
 
 class Codec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 
 from qknorm import __version__
-from qknorm.lab.log import plain
 
 
 def processor() -> str:
@@ -38,10 +36,3 @@ def describe() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON beside the target, then rename it: never half a file."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
-    part.replace(path)

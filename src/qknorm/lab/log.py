@@ -12,22 +12,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from qknorm.lab import files
+from qknorm.lab.files import METRICS_FILE, TENSORBOARD_FOLDER, plain
 
-METRICS_FILE = "metrics.jsonl"
 
-
-def plain(value: Any) -> Any:
-    """A value as strict JSON takes it: tensors as nested lists, floats of 6 digits, no NaN."""
-    if isinstance(value, Tensor):
-        return plain(value.tolist())
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.7g}") if math.isfinite(value) else None
-    return value
+def require_tensorboard() -> Any:
+    """TensorBoard's writer. Raises ValueError if the extra is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("TensorBoard needs an extra: pip install 'qknorm[tensorboard]'") from error
+    return SummaryWriter
 
 
 class MetricsLog:
@@ -50,19 +45,13 @@ class MetricsLog:
                 for line in read(self.path)
                 if line["kind"] == "step" and line["step"] <= resume_after
             ]
-        part = self.path.with_suffix(".part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        part.replace(self.path)
+        files.replace_file(
+            self.path, lambda file: file.write("".join(json.dumps(r) + "\n" for r in kept).encode())
+        )
         self._file = self.path.open("a")
         self._board = None
         if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError(
-                    "TensorBoard needs an extra: pip install 'qknorm[tensorboard]'"
-                ) from error
-            self._board = SummaryWriter(str(folder / "tensorboard"))
+            self._board = require_tensorboard()(str(folder / TENSORBOARD_FOLDER))
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; it is on its way to disk when this returns."""

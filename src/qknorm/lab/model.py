@@ -15,7 +15,7 @@ from qknorm.lab.capped import Cap, CappedAttention
 from qknorm.nn import Attention, AttentionConfig, KVCache, RotaryEmbedding
 from qknorm.nn.attention import SinkKind
 from qknorm.ops import Stats
-from qknorm.spec import Mask, NormDialect, Rope
+from qknorm.spec import Mask, NormDialect, Rope, UnsupportedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,10 @@ class ModelConfig:
             )
         if not 0 <= self.rotary_share <= 1:
             raise ValueError(f"rotary_share must be 0 to 1; got {self.rotary_share}")
+        if self.cap is not None and self.backend not in ("auto", "reference"):
+            raise UnsupportedError(
+                f"backend {self.backend!r} does not support a cap on the logits: use reference"
+            )
         if self.rotary_dim % 2:
             raise ValueError(
                 f"RoPE turns pairs, but {self.rotary_share:g} of a head of {self.attention.width} is "

@@ -11,23 +11,29 @@ from typing import Any
 
 from qknorm.lab.compare import sensitivities
 from qknorm.lab.figures import figures
+from qknorm.lab.files import replace_file
 from qknorm.lab.runs import Run
 from qknorm.lab.verdict import DIVERGENCE_RULE
 
 
 def words(summary: Sequence[dict[str, Any]]) -> list[str]:
-    """What happened, in sentences; the first arm (or "none") is what the others are held against."""
+    """What happened, in sentences; "none", or else the first arm, is what the others are held against.
+
+    Arms are compared at equal rates, over the seeds that both have.
+    """
+    keys = [(r["arm"], r["lr"], r["seed"]) for r in summary]
+    ended = {k: r for k, r in zip(keys, summary, strict=True) if r["final_loss"] is not None}
     sentences = []
-    ended = [r for r in summary if r["final_loss"] is not None]
+    if len(set(keys)) < len(keys):  # runs of several configurations: no twins to compare
+        return [_alone(r) for r in summary]
     for lr in dict.fromkeys(r["lr"] for r in summary):
         arms = dict.fromkeys(r["arm"] for r in summary if r["lr"] == lr)
-        base = "none" if "none" in arms else next(iter(arms), None)
+        base = "none" if "none" in arms else next(iter(arms))
         for arm in arms:
-            if arm == base:
-                continue
-            pair = [[r for r in ended if (r["arm"], r["lr"]) == (name, lr)] for name in (base, arm)]
-            if all(pair):
-                sentences.append(_against(lr, str(base), arm, *pair))
+            seeds = [s for a, rate, s in ended if (a, rate) == (arm, lr) and (base, lr, s) in ended]
+            if arm != base and seeds:
+                pair = [[ended[name, lr, s] for s in seeds] for name in (base, arm)]
+                sentences.append(_against(lr, base, arm, *pair))
     for r in summary:
         if r["diverged"]:
             sentences.append(f"{r['arm']} at {r['lr']:g} (seed {r['seed']}) diverged: {r['reason']}.")
@@ -36,12 +42,19 @@ def words(summary: Sequence[dict[str, Any]]) -> list[str]:
             f"LR sensitivity of {arm}: {value:.3f} nats (Wortsman et al. 2023, seven rates)."
         )
     if not sentences:
-        sentences = [
-            f"{r['arm']} at {r['lr']:g} ended with a held-out loss of {r['final_loss']:.3f}, a largest "
-            f"logit of {r['max_logit']:,.1f} and a lowest layer entropy of {r['entropy_nats']:.3f} nats."
-            for r in ended
-        ]
+        sentences = [_alone(r) for r in summary]
     return sentences or ["No run has ended yet."]
+
+
+def _alone(r: dict[str, Any]) -> str:
+    """One run by itself."""
+    if r["final_loss"] is None:
+        return f"{r['arm']} at {r['lr']:g} (seed {r['seed']}) ended without a finite loss."
+    return (
+        f"{r['arm']} at {r['lr']:g} (seed {r['seed']}) ended with a held-out loss of "
+        f"{r['final_loss']:.3f}, a largest logit of {r['max_logit']:,.1f} and a lowest layer entropy of "
+        f"{r['entropy_nats']:.3f} nats."
+    )
 
 
 def _against(
@@ -65,9 +78,11 @@ def _against(
             f"{abs(gap):.3f} nats {side} {base} in held-out loss, "
             f"{loss:.3f} against {base_loss:.3f}{seeds}"
         )
-    size = f"{ratio:,.0f} times smaller" if ratio >= 1.5 else "of the same order"
-    if ratio < 1 / 1.5:
-        size = f"{1 / ratio:,.1f} times larger"
+    if 1 / 1.5 < ratio < 1.5:
+        size = "of the same order"
+    else:
+        factor = max(ratio, 1 / ratio)
+        size = f"{factor:,.{int(factor < 10)}f} times {'smaller' if ratio > 1 else 'larger'}"
     return (
         f"At a peak rate of {lr:g}, {arm} ended {outcome}. "
         f"Its largest logit is {size} ({logit:,.1f} against {base_logit:,.1f}), and the entropy of its "
@@ -100,9 +115,7 @@ def write_report(runs: Sequence[Run], path: Path) -> Path:
         environment=runs[0].environment,
         divergence_rule=DIVERGENCE_RULE,
     )
-    part = path.with_name(path.name + ".part")
-    part.write_text(page, encoding="utf-8")
-    part.replace(path)
+    replace_file(path, lambda file: file.write(page.encode()))
     return path
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qknorm.lab.log import METRICS_FILE, read
+from qknorm.lab.files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE
+from qknorm.lab.log import read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +18,14 @@ class Run:
 
     Attributes:
         name: of the folder.
+        title: arm, rate and seed; with the folder where that is not enough.
         config, environment: as saved.
         steps: records of every step.
         final: the last record, None for a run that has not ended.
     """
 
     name: str
+    title: str
     config: dict[str, Any]
     environment: dict[str, Any]
     steps: list[dict[str, Any]]
@@ -32,12 +35,6 @@ class Run:
     def watched(self) -> list[dict[str, Any]]:
         """The records that hold attention statistics."""
         return [record for record in self.steps if "layers" in record]
-
-    @property
-    def title(self) -> str:
-        """Arm, rate and seed."""
-        c = self.config
-        return f"{c['arm']}, lr {c['lr']:g}, seed {c['seed']}"
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -59,7 +56,12 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
     """Read run folders. Raises ValueError for one that is not whole."""
-    return [_load(folder) for folder in folders]
+    runs = [_load(folder) for folder in folders]
+    titles = [run.title for run in runs]
+    return [
+        replace(run, title=f"{run.title} ({folder})") if titles.count(run.title) > 1 else run
+        for run, folder in zip(runs, folders, strict=True)
+    ]
 
 
 def _load(folder: Path) -> Run:
@@ -68,10 +70,12 @@ def _load(folder: Path) -> Run:
     if not steps:
         raise ValueError(f"{folder} holds no step yet: nothing to report")
     final = [record for record in records if record["kind"] == "final"]
+    config = _read_json(folder / CONFIG_FILE)
     return Run(
         name=folder.name,
-        config=_read_json(folder / "config.json"),
-        environment=_read_json(folder / "environment.json"),
+        title=f"{config['arm']}, lr {config['lr']:g}, seed {config['seed']}",
+        config=config,
+        environment=_read_json(folder / ENVIRONMENT_FILE),
         steps=steps,
         final=final[-1] if final else None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from qknorm.lab import checkpoint
 from qknorm.lab.capped import Cap
 from qknorm.lab.data import Codec
+from qknorm.lab.files import CHECKPOINT_FILE
 from qknorm.lab.model import LanguageModel, ModelConfig
-from qknorm.lab.trainer import CHECKPOINT_FILE
 from qknorm.spec import NormDialect
 
 
@@ -50,9 +51,9 @@ def generate(
     ids = codec.encode(prompt)
     if not ids:
         raise ValueError("the prompt is empty: give at least one character")
-    if tokens < 1 or temperature < 0:
+    if tokens < 1 or not 0 <= temperature < math.inf:
         raise ValueError(
-            f"tokens must be at least 1 and temperature not negative; got {tokens}, {temperature}"
+            f"tokens must be at least 1 and temperature at least 0; got {tokens}, {temperature}"
         )
     if max(ids) >= model.config.vocab_size:
         raise ValueError(
@@ -63,6 +64,8 @@ def generate(
     fresh = torch.tensor([ids])
     for _ in range(tokens):
         logits = model(fresh, caches=caches)[0][0, -1].float()
+        if not logits.isfinite().all():
+            raise ValueError("the model's logits are not finite: its training diverged")
         if temperature == 0:
             chosen = int(logits.argmax())
         else:

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qknorm.lab import checkpoint, data, environment
-from qknorm.lab.log import MetricsLog
+from qknorm.lab import checkpoint, data, environment, files
+from qknorm.lab.log import MetricsLog, require_tensorboard
 from qknorm.lab.model import LanguageModel, ModelConfig
 from qknorm.lab.verdict import divergence
 from qknorm.nn import param_groups
 from qknorm.ops import Stats
-
-CHECKPOINT_FILE = "checkpoint.pt"
+from qknorm.spec import check_eps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +97,13 @@ class TrainConfig:
             raise ValueError(f"schedule must be cosine or constant; got {self.schedule!r}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype must be float32 or bfloat16; got {self.dtype!r}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be below 2**32; got {self.seed}")
+        if self.model.norm is not None and self.dtype == "bfloat16":
+            check_eps(self.model.norm.eps, torch.bfloat16)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be positive, or None for no clipping; got {self.clip}")
 
@@ -118,10 +124,12 @@ class Outcome:
     Attributes:
         record: the final record, or None if the run was stopped before its last step.
         steps: steps done.
+        stopped: a signal asked to stop, perhaps too late to cut this run short.
     """
 
     record: dict[str, Any] | None
     steps: int
+    stopped: bool = False
 
 
 OnRecord = Callable[[dict[str, Any]], None]
@@ -147,6 +155,11 @@ class Trainer:
         self.step = 0
         self.losses: list[float] = []
 
+    @property
+    def lost(self) -> bool:
+        """The last loss is not finite: nothing is left to train."""
+        return bool(self.losses) and not math.isfinite(self.losses[-1])
+
     def train_step(self) -> dict[str, Any]:
         """One optimizer step; returns its record."""
         c = self.config
@@ -163,6 +176,8 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), math.inf if c.clip is None else c.clip
         )
+        # Before the step, so that the bound is that of the weights that were measured.
+        watched = self._attention_record(stats) if watch else {}
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(float(loss.detach()))
@@ -176,7 +191,7 @@ class Trainer:
             "step_ms": 1e3 * seconds,
             "tokens_per_s": inputs.numel() / seconds,
         }
-        return record | self._attention_record(stats) if watch else record
+        return record | watched
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
@@ -311,18 +326,20 @@ def train(
     Raises:
         ValueError: bad input, or a folder that holds a run already.
     """
-    path = folder / CHECKPOINT_FILE
+    path = folder / files.CHECKPOINT_FILE
     state = checkpoint.load(path) if resume else None
-    if not resume and not overwrite and (folder / "metrics.jsonl").exists():
-        raise ValueError(f"{folder} holds a run: resume it, overwrite it, or choose another folder")
+    if not resume and not overwrite:
+        files.refuse_if_taken(folder, files.RUN_FILES, "the run")
+    if config.tensorboard:
+        require_tensorboard()
     trainer = Trainer(config)
     if state is not None:
         trainer.restore(state)
-    folder.mkdir(parents=True, exist_ok=True)
     if state is None:
-        path.unlink(missing_ok=True)
-    environment.write_json(folder / "config.json", asdict(config))
-    environment.write_json(folder / "environment.json", environment.describe())
+        files.remove_run(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files.replace_json(folder / files.CONFIG_FILE, asdict(config))
+    files.replace_json(folder / files.ENVIRONMENT_FILE, environment.describe())
     log = MetricsLog(
         folder, resume_after=None if state is None else trainer.step, tensorboard=config.tensorboard
     )
@@ -333,17 +350,15 @@ def train(
 
     try:
         with _stop_requests() as stop_asked:
-            while trainer.step < config.steps and not stop_asked():
+            while trainer.step < config.steps and not stop_asked() and not trainer.lost:
                 put(trainer.train_step())
-                if not math.isfinite(trainer.losses[-1]):
-                    break
                 if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
                     checkpoint.save(trainer.state(), path)
             checkpoint.save(trainer.state(), path)
-            if stop_asked() and trainer.step < config.steps:
-                return Outcome(record=None, steps=trainer.step)
+            if stop_asked() and trainer.step < config.steps and not trainer.lost:
+                return Outcome(record=None, steps=trainer.step, stopped=True)
             record = trainer.final_record()
             put(record)
-            return Outcome(record=record, steps=trainer.step)
+            return Outcome(record=record, steps=trainer.step, stopped=stop_asked())
     finally:
         log.close()
