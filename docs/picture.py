@@ -1,6 +1,6 @@
 """Draw docs/demo.svg, the picture of the README, from the logs of `make demo`.
 
-    make demo && .venv/bin/python docs/picture.py        (needs matplotlib)
+make demo && .venv/bin/python docs/picture.py        (needs matplotlib)
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ def main() -> None:
     axes[0].set_yscale("log")
     for axis, title in zip(
         axes,
-        ("largest attention logit", "entropy of the sharpest layer, nats", "training loss, nats per byte"),
+        (
+            "largest attention logit",
+            "entropy of the sharpest layer, nats",
+            "training loss, nats per byte",
+        ),
         strict=True,
     ):
         axis.set_title(title, fontsize=10)
