@@ -12,33 +12,11 @@ from hypothesis import given, settings
 
 import qknorm
 from conformance import DTYPES, check
-from problems import HARD, Problem, make_inputs, problems
+from problems import BOUNDARY, HARD, Problem, make_inputs, problems
 from qknorm.ops.backends import flash_blocks, stock
 
 BACKENDS = ("reference", "stock")
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
-
-# Blocks of queries end at multiples of stock.ROWS, blocks of keys at multiples of KEY_BLOCK: lengths
-# one past an edge, with masks that begin, end and empty blocks there.
-LONG = {"B": 1, "Hq": 2, "Hk": 1, "D": 8, "Dv": 8}
-BOUNDARY: dict[str, Problem] = {
-    "257_causal": Problem(Tq=257, Tk=257, **LONG),
-    "257_window_256": Problem(Tq=257, Tk=257, window=256, R=8, **LONG),
-    "257_window_257": Problem(Tq=257, Tk=257, window=257, **LONG),
-    "257_two_sided_window": Problem(Tq=257, Tk=257, window=3, causal=False, **LONG),
-    "513_window_of_one": Problem(Tq=513, Tk=513, window=1, sink="off_by_one", **LONG),
-    "513_window": Problem(Tq=513, Tk=513, window=100, sink="learnable", sink_level=5.0, **LONG),
-    "513_documents": Problem(Tq=513, Tk=513, documents="padded", causal=False, **LONG),
-    "513_tail": Problem(Tq=513, Tk=513, key_padding="tail", sink="learnable", R=4, **LONG),
-    "513_chunk": Problem(Tq=257, Tk=513, R=8, **LONG),
-    "513_chunk_window": Problem(Tq=257, Tk=513, window=257, key_padding="holes", **LONG),
-    # The first 280 queries stand before the first key: whole blocks see nothing.
-    "600_more_queries": Problem(Tq=600, Tk=320, sink="learnable", **LONG),
-    "600_head": Problem(Tq=600, Tk=600, key_padding="head", window=64, sink="token", **LONG),
-    "600_documents": Problem(Tq=600, Tk=600, documents="ragged", window=300, **LONG),
-    "600_packed": Problem(Tq=600, Tk=600, documents="packed", sink="learnable", **LONG),
-    "600_whole": Problem(Tq=600, Tk=600, key_padding="whole", **{**LONG, "B": 2}),
-}
 
 
 def backend(name: str) -> Callable[..., Any]:

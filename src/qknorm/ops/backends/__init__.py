@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from qknorm.ops.backends import reference, stock
+from qknorm.ops.backends import cpu, reference, stock
 from qknorm.ops.backends.call import Call, Case
 from qknorm.ops.stats import Rows
 from qknorm.spec import UnsupportedError
@@ -34,6 +34,13 @@ class Backend:
 
 # Fastest first: `auto` takes the first that does not refuse.
 BACKENDS: dict[str, Backend] = {
+    "cpu": Backend(
+        name="cpu",
+        purpose="C++ for x86-64 (AVX2, AVX-512, bf16, AMX)",
+        memory="linear in T",
+        refuses=cpu.refuses,
+        run=cpu.attention,
+    ),
     "stock": Backend(
         name="stock",
         purpose="PyTorch's own kernels, any device",

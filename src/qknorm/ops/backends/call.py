@@ -35,7 +35,8 @@ class Call:
             dtype=self.q.dtype,
             head_dim=self.q.shape[-1],
             value_dim=self.v.shape[-1],
-            sink_token=self.sink_value is not None,
+            sink_by_row=self.sink_logit is not None and self.sink_logit.dim() == 3,
+            zero_scale=self.scale == 0,
         )
 
 
@@ -47,4 +48,5 @@ class Case:
     dtype: torch.dtype
     head_dim: int
     value_dim: int
-    sink_token: bool = False
+    sink_by_row: bool = False  # a logit per query: sink tokens
+    zero_scale: bool = False

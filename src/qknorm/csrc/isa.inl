@@ -1,0 +1,49 @@
+// Everything that depends on the instruction set, compiled once for each. The including file defines
+// QK_NAMESPACE and the QK_USE_ macros, and is compiled with matching flags.
+#include <immintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "args.h"
+#include "exp2.h"
+
+extern QknormParallelFor qknorm_parallel_for;
+
+namespace QK_NAMESPACE {
+#include "vec.h"
+#include "gemm.h"
+#include "rows.h"
+#include "plan.h"
+#include "forward.h"
+#include "backward.h"
+
+// bf16 products where the instruction set has them; otherwise bf16 and fp16 are multiplied as fp32,
+// after the one rounding of q_hat and k_hat to their own precision.
+#if defined(QK_USE_BF16)
+using Bf16Op = uint16_t;
+#else
+using Bf16Op = float;
+#endif
+
+void run_forward(const QknormArgs &a) {
+  if (a.dtype == QK_FP32) forward<float, float>(a);
+  else if (a.dtype == QK_BF16) forward<Bf16, Bf16Op>(a);
+  else forward<Fp16, float>(a);
+}
+int64_t workspace_forward(const QknormArgs &a) {
+  return a.dtype == QK_BF16 ? forward_workspace<Bf16Op>(a) : forward_workspace<float>(a);
+}
+void run_backward(const QknormArgs &a) {
+  if (a.dtype == QK_FP32) backward<float, float>(a);
+  else if (a.dtype == QK_BF16) backward<Bf16, Bf16Op>(a);
+  else backward<Fp16, float>(a);
+}
+int64_t workspace_backward(const QknormArgs &a) {
+  return a.dtype == QK_BF16 ? backward_workspace<Bf16Op>(a) : backward_workspace<float>(a);
+}
+}  // namespace QK_NAMESPACE

@@ -1,0 +1,2 @@
+#define QK_NAMESPACE qk_avx2
+#include "isa.inl"

@@ -1,0 +1,94 @@
+// Sizes of blocks, which keys a block of queries may see, and where things lie in the workspace.
+#pragma once
+
+constexpr int64_t QUERY_BLOCK = 64;
+constexpr int64_t KEY_BLOCK = 128;  // of the forward pass; packing and id ranges share it
+
+// Keys [lo, hi) that the token of one query may see by position.
+struct Positions {
+  int64_t off, Tk, window;
+  bool causal;
+  int64_t lo(int64_t query) const {
+    const int64_t token = query + off;
+    return window ? std::max<int64_t>(0, token - window + 1) : 0;
+  }
+  int64_t hi(int64_t query) const {
+    const int64_t token = query + off;
+    int64_t end = Tk;
+    if (causal) end = std::min(end, token + 1);
+    if (window) end = std::min(end, token + window);
+    return std::max<int64_t>(0, end);
+  }
+  // The same from a key's side: queries [first, last) that may see it.
+  int64_t first_query(int64_t key, int64_t Tq) const {
+    int64_t first = 0;
+    if (causal) first = std::max(first, key - off);
+    if (window) first = std::max(first, key - off - window + 1);
+    return std::min(first, Tq);
+  }
+  int64_t last_query(int64_t key, int64_t Tq) const {
+    int64_t last = Tq;
+    if (window) last = std::min(last, key - off + window);
+    return std::max<int64_t>(0, last);
+  }
+};
+
+static inline Positions positions(const QknormArgs &a) { return {a.Tk - a.Tq, a.Tk, a.window, a.causal != 0}; }
+
+// Smallest and largest id in a block; padding (negative) is left out of the range but noted.
+struct IdRange {
+  int32_t low, high;
+  bool padded;
+  bool meets(const IdRange &other) const { return low <= other.high && other.low <= high; }
+  bool uniform_with(const IdRange &other) const {
+    return !padded && !other.padded && low == high && other.low == other.high && low == other.low;
+  }
+};
+static inline IdRange id_range(const int32_t *ids, int64_t n) {
+  IdRange r{INT32_MAX, INT32_MIN, false};
+  for (int64_t i = 0; i < n; i++) {
+    if (ids[i] < 0) {
+      r.padded = true;
+    } else {
+      r.low = std::min(r.low, ids[i]);
+      r.high = std::max(r.high, ids[i]);
+    }
+  }
+  return r;
+}
+
+// Carves aligned pieces out of one buffer; with a null buffer it only adds them up.
+struct Arena {
+  char *base;
+  int64_t used = 0;
+  template <class T>
+  T *take(int64_t n) {
+    used = (used + 63) / 64 * 64;
+    T *p = base ? (T *)(base + used) : nullptr;
+    used += n * (int64_t)sizeof(T);
+    return p;
+  }
+};
+
+// Runs body(unit, thread) for every unit, on torch's threads, whoever is free takes the next: causal
+// blocks differ in cost. Units own what they write, so the result does not depend on the order.
+template <class Body>
+static void for_units(int64_t units, int64_t threads, const Body &body) {
+  struct Shared {
+    std::atomic<int64_t> next{0};
+    int64_t units;
+    const Body *body;
+  } shared;
+  shared.units = units;
+  shared.body = &body;
+  auto worker = [](int64_t begin, int64_t end, void *context) {
+    Shared &s = *(Shared *)context;
+    begin_tiles();
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t unit; (unit = s.next.fetch_add(1)) < s.units;) (*s.body)(unit, t);
+    end_tiles();
+  };
+  threads = std::max<int64_t>(1, std::min(threads, units));
+  if (threads == 1 || !qknorm_parallel_for || qknorm_parallel_for(0, threads, 1, worker, &shared) != 0)
+    worker(0, 1, &shared);
+}

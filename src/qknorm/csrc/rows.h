@@ -1,0 +1,163 @@
+// Rows of q, k, v between memory and the blocks that are multiplied: conversion, norm, RoPE, packing.
+//
+// In: the element type in memory. Op: the operand type of the products, float or uint16_t (bf16 bits).
+#pragma once
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct Fp16 {
+  uint16_t bits;
+};
+
+static inline Vec load16(const float *p) { return Vec::load(p); }
+static inline Vec load16(const Bf16 *p) { return from_bf16(&p->bits); }
+static inline Vec load16(const Fp16 *p) { return from_fp16(&p->bits); }
+static inline void store16(float *p, Vec x) { x.store(p); }
+static inline void store16(Bf16 *p, Vec x) { to_bf16(&p->bits, x); }
+static inline void store16(Fp16 *p, Vec x) { to_fp16(&p->bits, x); }
+static inline void store16(uint16_t *p, Vec x) { to_bf16(p, x); }
+
+static inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+// Widths of blocks: bf16 products take 32 rows of B at a time, fp32 ones any number; 16 columns a panel.
+template <class Op>
+constexpr int64_t width_step() {
+  return sizeof(Op) == 2 ? 32 : 16;
+}
+
+// One row of n elements to fp32, zeros up to `padded`.
+template <class In>
+static void row_to_float(float *out, const In *in, int64_t n, int64_t padded) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) load16(in + i).store(out + i);
+  if (i < padded) {
+    alignas(64) In tail[16] = {};
+    for (int64_t j = i; j < n; j++) tail[j - i] = in[j];
+    load16(tail).store(out + i);
+    for (i += 16; i < padded; i += 16) Vec::set(0.0f).store(out + i);
+  }
+}
+
+template <class Out>
+static void float_to_row(Out *out, const float *in, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store16(out + i, Vec::load(in + i));
+  if (i < n) {
+    alignas(64) Out tail[16];
+    alignas(64) float padded[16] = {};
+    for (int64_t j = i; j < n; j++) padded[j - i] = in[j];
+    store16(tail, Vec::load(padded));
+    for (int64_t j = i; j < n; j++) out[j] = tail[j - i];
+  }
+}
+
+// What norm and RoPE need for one head at one token.
+struct NormRope {
+  const float *gain;  // [D] or null
+  float eps;
+  const float *cos, *sin;  // [R/2] or null
+  int64_t D, R;
+  bool interleaved;
+};
+
+static inline float inverse_rms(const float *x, int64_t D, int64_t padded, float eps) {
+  Vec total = Vec::set(0.0f);
+  for (int64_t i = 0; i < padded; i += 16) total = fma(Vec::load(x + i), Vec::load(x + i), total);
+  return 1.0f / std::sqrt(sum(total) / (float)D + eps);
+}
+
+// The rotation by +angle, or by -angle for gradients.
+static void rotate(float *x, const NormRope &n, bool back) {
+  const int64_t half = n.R / 2;
+  const float sign = back ? -1.0f : 1.0f;
+  if (n.interleaved) {
+    for (int64_t i = 0; i < half; i++) {
+      const float a = x[2 * i], b = x[2 * i + 1], c = n.cos[i], s = sign * n.sin[i];
+      x[2 * i] = a * c - b * s;
+      x[2 * i + 1] = b * c + a * s;
+    }
+  } else {
+    for (int64_t i = 0; i < half; i++) {
+      const float a = x[i], b = x[i + half], c = n.cos[i], s = sign * n.sin[i];
+      x[i] = a * c - b * s;
+      x[i + half] = b * c + a * s;
+    }
+  }
+}
+
+// x, fp32 and padded with zeros, in place: norm, gain, rotation, then one rounding to In's precision.
+template <class In>
+static void norm_rope(float *x, const NormRope &n, int64_t padded) {
+  if (n.gain) {
+    const float inverse = inverse_rms(x, n.D, padded, n.eps);
+    for (int64_t i = 0; i < n.D; i++) x[i] = x[i] * inverse * n.gain[i];
+  }
+  if (n.cos) rotate(x, n, false);
+  if (sizeof(In) == 2 && (n.gain || n.cos)) {
+    for (int64_t i = 0; i < padded; i += 16) {
+      In rounded[16];
+      store16(rounded, Vec::load(x + i));
+      load16(rounded).store(x + i);
+    }
+  }
+}
+
+// The gradient dy of the rotated, normalised row back to the raw row x: d_gain += dy u, and
+// dx = r (g dy - u mean(u g dy)) with u = x r. Both fp32 and padded; dy becomes dx.
+static void norm_rope_backward(float *dy, const float *x, const NormRope &n, int64_t padded, float *d_gain) {
+  if (n.cos) rotate(dy, n, true);
+  if (!n.gain) return;
+  const float inverse = inverse_rms(x, n.D, padded, n.eps);
+  float dot = 0.0f;
+  for (int64_t i = 0; i < n.D; i++) {
+    const float u = x[i] * inverse;
+    d_gain[i] += dy[i] * u;
+    dy[i] *= n.gain[i];
+    dot += dy[i] * u;
+  }
+  const float mean = dot / (float)n.D;
+  for (int64_t i = 0; i < n.D; i++) dy[i] = inverse * (dy[i] - x[i] * inverse * mean);
+}
+
+// `rows` rows [rows][ld] of fp32 as B with K along the row: panels of 16 rows.
+static void pack_across(float *out, const float *in, int64_t ld, int64_t rows, int64_t K) {
+  for (int64_t r = 0; r < rows; r += 16, out += 16 * K)
+    for (int64_t k = 0; k < K; k++)
+      for (int64_t i = 0; i < 16; i++) out[16 * k + i] = in[(r + i) * ld + k];
+}
+static void pack_across(uint16_t *out, const float *in, int64_t ld, int64_t rows, int64_t K) {
+  alignas(64) uint16_t narrow[16][512];
+  for (int64_t r = 0; r < rows; r += 16, out += 16 * K) {
+    for (int64_t i = 0; i < 16; i++)
+      for (int64_t k = 0; k < K; k += 16) to_bf16(narrow[i] + k, Vec::load(in + (r + i) * ld + k));
+    for (int64_t k = 0; k < K; k += 2)
+      for (int64_t i = 0; i < 16; i++) memcpy(out + 16 * k + 2 * i, narrow[i] + k, 4);
+  }
+}
+
+// The same rows as B with K along the rows: panels of 16 columns, `rows` of K.
+static void pack_down(float *out, const float *in, int64_t ld, int64_t rows, int64_t columns) {
+  for (int64_t c = 0; c < columns; c += 16, out += 16 * rows)
+    for (int64_t r = 0; r < rows; r++) Vec::load(in + r * ld + c).store(out + 16 * r);
+}
+static void pack_down(uint16_t *out, const float *in, int64_t ld, int64_t rows, int64_t columns) {
+  for (int64_t c = 0; c < columns; c += 16, out += 16 * rows)
+    for (int64_t r = 0; r < rows; r += 2) {
+      alignas(64) uint16_t a[16], b[16];
+      to_bf16(a, Vec::load(in + r * ld + c));
+      to_bf16(b, Vec::load(in + (r + 1) * ld + c));
+      for (int64_t i = 0; i < 16; i++) {
+        out[16 * r + 2 * i] = a[i];
+        out[16 * r + 2 * i + 1] = b[i];
+      }
+    }
+}
+
+// Row-major A.
+static void pack_rows(float *out, const float *in, int64_t ld, int64_t rows, int64_t K) {
+  for (int64_t r = 0; r < rows; r++) memcpy(out + r * K, in + r * ld, K * sizeof(float));
+}
+static void pack_rows(uint16_t *out, const float *in, int64_t ld, int64_t rows, int64_t K) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t k = 0; k < K; k += 16) to_bf16(out + r * K + k, Vec::load(in + r * ld + k));
+}

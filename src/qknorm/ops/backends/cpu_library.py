@@ -1,0 +1,99 @@
+"""The shared object behind the `cpu` backend: finding it, what it can run here, and its one structure.
+
+It is plain C, so one file serves every release of torch: pointers and strides go in through `Args`,
+and `torch_parallel_for` of torch's stable C interface lends it torch's own threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import c_double, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+FILE = Path(__file__).with_name("_qknorm_cpu.so")
+# Fastest last; the bits of qknorm_instruction_sets(). QKNORM_CPU_ISA forces one, for tests and bugs.
+INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "amx")
+FORCE = "QKNORM_CPU_ISA"
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ROPE = {None: 0, "half": 1, "interleaved": 2}
+# Rows per partial sum of the gains' gradients: BLOCK in csrc/backward.h.
+BLOCK = 64
+
+_SIZES = ("B", "Hq", "Hk", "Tq", "Tk", "D", "Dv", "R")
+_OPTIONS = ("dtype", "isa", "rope", "causal", "window", "threads")
+_STRIDES = c_int64 * 3
+
+
+class Args(ctypes.Structure):
+    """`QknormArgs` of csrc/args.h, field for field."""
+
+    _fields_ = (
+        *((name, c_int64) for name in (*_SIZES, *_OPTIONS)),
+        ("scale", c_double),
+        ("eps", c_double),
+        *((name, c_void_p) for name in ("q", "k", "v")),
+        *((f"{name}_stride", _STRIDES) for name in ("q", "k", "v")),
+        *((name, c_void_p) for name in ("q_gain", "k_gain", "cos", "sin")),
+        ("rope_stride", c_int64),
+        *((name, c_void_p) for name in ("query_ids", "key_ids", "sink", "out", "lse")),
+        *((name, c_void_p) for name in ("row_max", "row_log_sum", "row_entropy", "visible_keys")),
+        ("d_out", c_void_p),
+        ("d_out_stride", _STRIDES),
+        *((name, c_void_p) for name in ("dq", "dk", "dv", "dq_gain", "dk_gain", "d_sink", "workspace")),
+        ("workspace_bytes", c_int64),
+    )
+
+    def point(self, **tensors: Tensor | None) -> None:
+        """Set pointers; where there is a field for strides, those of the first three axes as well."""
+        for name, x in tensors.items():
+            setattr(self, name, None if x is None else x.data_ptr())
+            if x is not None and hasattr(self, f"{name}_stride"):
+                getattr(self, f"{name}_stride")[:] = x.stride()[:3]
+
+
+class Library:
+    """The loaded object. Raises OSError or AttributeError where it cannot be used."""
+
+    def __init__(self) -> None:
+        self._c = ctypes.CDLL(str(FILE))
+        for name in ("qknorm_args_size", "qknorm_forward_workspace", "qknorm_backward_workspace"):
+            getattr(self._c, name).restype = c_int64
+        if self._c.qknorm_args_size() != ctypes.sizeof(Args):
+            raise OSError(f"{FILE.name} was built from other sources: build it again")
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        self._c.qknorm_use_threads(ctypes.cast(torch_cpu.torch_parallel_for, c_void_p))
+        bits = self._c.qknorm_instruction_sets()
+        self.instruction_sets = [name for i, name in enumerate(INSTRUCTION_SETS) if bits >> i & 1]
+
+    def run(self, step: str, args: Args) -> None:
+        """`forward` or `backward`, on torch's number of threads and the best instruction set."""
+        chosen = os.environ.get(FORCE) or self.instruction_sets[-1]
+        if chosen not in self.instruction_sets:
+            raise ValueError(f"{FORCE}={chosen}: choose from {', '.join(self.instruction_sets)}")
+        args.isa = INSTRUCTION_SETS.index(chosen)
+        args.threads = torch.get_num_threads()
+        args.workspace_bytes = getattr(self._c, f"qknorm_{step}_workspace")(ctypes.byref(args))
+        workspace = torch.empty(args.workspace_bytes, dtype=torch.uint8)
+        args.workspace = workspace.data_ptr()
+        getattr(self._c, f"qknorm_{step}")(ctypes.byref(args))
+
+
+def _load() -> Library | str:
+    """The library, or why there is none."""
+    if not FILE.exists():
+        return "it was installed without a C++ compiler (g++ or clang++)"
+    try:
+        library = Library()
+    except (OSError, AttributeError) as error:
+        return f"its library does not load: {error}"
+    if not library.instruction_sets:
+        return "this processor has no AVX2"
+    return library
+
+
+# Once, at import: what a compiled graph asks must be a constant to it.
+LIBRARY = _load()
