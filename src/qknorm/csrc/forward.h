@@ -40,8 +40,8 @@ struct ForwardPlan {
     s.o = one.take<float>(QUERY_BLOCK * Dvp);
     s.rows = one.take<float>(std::max(KEY_BLOCK, QUERY_BLOCK) * std::max(Dp, Dvp));
     s.m = one.take<float>(QUERY_BLOCK);
-    s.l = one.take<float>(QUERY_BLOCK);
-    s.t = one.take<float>(QUERY_BLOCK);
+    s.l = one.take<float>(16 * QUERY_BLOCK);  // by lane, added up at the end
+    s.t = one.take<float>(16 * QUERY_BLOCK);
     return s;
   }
   Scratch of_thread(int64_t thread) const {
@@ -101,6 +101,35 @@ static int64_t mask_row(float *s, int64_t width, int64_t key0, int64_t lo, int64
   return seen;
 }
 
+static inline void store_pair(float *p, Vec a, Vec b) {
+  a.store(p);
+  b.store(p + 16);
+}
+#if defined(QK_USE_BF16)
+static inline void store_pair(uint16_t *p, Vec a, Vec b) { to_bf16_pair(p, a, b); }
+#endif
+
+// p = 2^(s to_log2 + origin) of one row, and its sums into l and t, by lane.
+template <bool STATS, class Op>
+static inline void softmax_row(Op *p, const float *s, int64_t width, float to_log2, float origin, float *l_sum,
+                               float *t_sum) {
+  const Vec c = Vec::set(to_log2), o = Vec::set(origin), floor = Vec::set(-160.0f);
+  Vec l0 = Vec::load(l_sum), l1 = Vec::set(0.0f), t0 = Vec::load(t_sum), t1 = Vec::set(0.0f);
+  for (int64_t j = 0; j < width; j += 32) {
+    const Vec x0 = fma(Vec::load(s + j), c, o), x1 = fma(Vec::load(s + j + 16), c, o);
+    const Vec e0 = exp2(x0), e1 = exp2(x1);
+    l0 = l0 + e0;
+    l1 = l1 + e1;
+    if (STATS) {  // a hidden x is -inf, and 0 * -inf is NaN
+      t0 = fma(e0, max(floor, x0), t0);
+      t1 = fma(e1, max(floor, x1), t1);
+    }
+    store_pair(p + j, e0, e1);
+  }
+  (l0 + l1).store(l_sum);
+  if (STATS) (t0 + t1).store(t_sum);
+}
+
 template <class In, class Op>
 static void forward_block(const QknormArgs &a, const ForwardPlan<Op> &plan, int64_t b, int64_t hq, int64_t qb,
                           int64_t thread) {
@@ -118,7 +147,9 @@ static void forward_block(const QknormArgs &a, const ForwardPlan<Op> &plan, int6
   if (a.scale < 0)
     for (int64_t i = 0; i < rows * Dp; i++) w.rows[i] = -w.rows[i];
   pack_rows(w.q, w.rows, Dp, rows, Dp);
-  for (int64_t i = 0; i < rows; i++) w.m[i] = -INFINITY, w.l[i] = w.t[i] = 0.0f;
+  for (int64_t i = 0; i < rows; i++) w.m[i] = -INFINITY;
+  memset(w.l, 0, 16 * rows * sizeof(float));
+  memset(w.t, 0, 16 * rows * sizeof(float));
   memset(w.o, 0, rows * Dvp * sizeof(float));
 
   const int64_t lowest = at.lo(q0), highest = at.hi(q0 + n - 1);
@@ -142,51 +173,40 @@ static void forward_block(const QknormArgs &a, const ForwardPlan<Op> &plan, int6
                                a.Tk, by_ids ? query_ids[i] : 0);
       else
         visible[i] += width;
-      Vec top = Vec::load(s);
-      for (int64_t j = 16; j < width; j += 16) top = max(top, Vec::load(s + j));
-      const float m_old = w.m[i], m = std::max(m_old, largest(top));
-      if (m > m_old) {
-        w.m[i] = m;
+      Vec top = Vec::load(s), top2 = Vec::load(s + 16);
+      for (int64_t j = 32; j < width; j += 32) {
+        top = max(top, Vec::load(s + j));
+        top2 = max(top2, Vec::load(s + j + 16));
+      }
+      top = max(top, top2);
+      const float m_old = w.m[i];
+      float m = m_old;
+      if (any(less(Vec::set(m_old), top))) {
+        w.m[i] = m = largest(top);
         if (m_old != -INFINITY) {
           const float shift = (m_old - m) * to_log2, shrink = std::exp2(shift);
-          w.t[i] = shrink * (w.t[i] + w.l[i] * shift);
-          w.l[i] *= shrink;
+          const Vec l = Vec::load(w.l + 16 * i), t = Vec::load(w.t + 16 * i);
+          (Vec::set(shrink) * fma(l, Vec::set(shift), t)).store(w.t + 16 * i);
+          (Vec::set(shrink) * l).store(w.l + 16 * i);
           float *o = w.o + i * Dvp;
           for (int64_t c = 0; c < Dvp; c += 16) (Vec::load(o + c) * Vec::set(shrink)).store(o + c);
         }
       }
-      const Vec c = Vec::set(to_log2), origin = Vec::set(m == -INFINITY ? 0.0f : -m * to_log2);
-      Vec l = Vec::set(0.0f), t = Vec::set(0.0f);
+      const float origin = m == -INFINITY ? 0.0f : -m * to_log2;
       Op *p = w.p + i * KEY_BLOCK;
-      if (stats) {
-        for (int64_t j = 0; j < width; j += 16) {
-          const Vec x = max(Vec::set(-160.0f), fma(Vec::load(s + j), c, origin)), e = exp2(x);
-          l = l + e;
-          t = fma(e, x, t);
-          store16(p + j, e);
-        }
-        w.t[i] += sum(t);
-      } else {
-        for (int64_t j = 0; j < width; j += 16) {
-          const Vec e = exp2(fma(Vec::load(s + j), c, origin));
-          l = l + e;
-          store16(p + j, e);
-        }
-      }
-      w.l[i] += sum(l);
+      if (stats)
+        softmax_row<true>(p, s, width, to_log2, origin, w.l + 16 * i, w.t + 16 * i);
+      else
+        softmax_row<false>(p, s, width, to_log2, origin, w.l + 16 * i, w.t + 16 * i);
     }
     for (int64_t i = n; i < rows; i++) memset((void *)(w.p + i * KEY_BLOCK), 0, width * sizeof(Op));
-    // The panels of V are KEY_BLOCK rows long whatever the width: hand over the whole block.
-    if (width < KEY_BLOCK)
-      for (int64_t i = 0; i < rows; i++)
-        memset((void *)(w.p + i * KEY_BLOCK + width), 0, (KEY_BLOCK - width) * sizeof(Op));
-    gemm(w.o, Dvp, w.p, KEY_BLOCK, plan.values + block * KEY_BLOCK * Dvp, rows, Dvp, KEY_BLOCK, true);
+    gemm(w.o, Dvp, w.p, KEY_BLOCK, plan.values + block * KEY_BLOCK * Dvp, rows, Dvp, width, true, 16 * KEY_BLOCK);
   }
 
   In *out = (In *)a.out + ((b * a.Hq + hq) * a.Tq + q0) * a.Dv;
   const int64_t row0 = (b * a.Hq + hq) * a.Tq + q0;
   for (int64_t i = 0; i < n; i++) {
-    const float l = w.l[i];
+    const float l = sum(Vec::load(w.l + 16 * i)), t = sum(Vec::load(w.t + 16 * i));
     const bool seen = visible[i] > 0;
     // A row of NaN never raises the maximum above -inf: say NaN, not "saw nothing".
     const float top = !seen ? -INFINITY : std::isnan(l) ? NAN : w.m[i] * scale, log_sum = std::log(l);
@@ -201,7 +221,7 @@ static void forward_block(const QknormArgs &a, const ForwardPlan<Op> &plan, int6
     if (stats) {
       a.row_max[row0 + i] = top;
       a.row_log_sum[row0 + i] = seen ? log_sum : -INFINITY;
-      a.row_entropy[row0 + i] = seen ? std::max(0.0f, log_sum - 0.693147180559945309f * w.t[i] / l) : 0.0f;
+      a.row_entropy[row0 + i] = seen ? std::max(0.0f, log_sum - 0.693147180559945309f * t / l) : 0.0f;
       if (std::isnan(l)) a.row_entropy[row0 + i] = NAN;
       if (hq == 0 && (b == 0 || a.key_ids)) a.visible_keys[(a.key_ids ? b * a.Tq : 0) + q0 + i] = visible[i];
     }

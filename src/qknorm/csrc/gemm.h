@@ -2,7 +2,8 @@
 //
 // A is row-major, K contiguous. B is packed in panels of 16 columns:
 //   fp32: panel[K][16];  bf16: panel[K/2][16][2], pairs of rows of B side by side, as vdpbf16ps and the
-//   AMX tiles want them. K is a multiple of 32 for bf16, padded with zeros.
+//   AMX tiles want them. K is a multiple of 32 for bf16, padded with zeros. Panels
+// lie `panel` elements apart, 16 K unless said.
 #pragma once
 
 template <int NP>
@@ -25,8 +26,9 @@ static inline void gemm_rows_fp32(float *C, int64_t ldc, const float *A, int64_t
 }
 
 static void gemm(float *C, int64_t ldc, const float *A, int64_t lda, const float *B, int64_t M, int64_t N, int64_t K,
-                 bool add) {
-  const int64_t panel = 16 * K, panels = N / 16;
+                 bool add, int64_t panel = 0) {
+  panel = panel ? panel : 16 * K;
+  const int64_t panels = N / 16;
 #if defined(QK_USE_AVX512)
   constexpr int NP = 4;
 #else
@@ -65,8 +67,9 @@ static inline void end_tiles() { _tile_release(); }
 
 // Tiles 0-3 hold a 32 x 32 block of C, 4-5 rows of A, 6-7 panels of B.
 static void gemm(float *C, int64_t ldc, const uint16_t *A, int64_t lda, const uint16_t *B, int64_t M, int64_t N,
-                 int64_t K, bool add) {
-  const int64_t panel = 16 * K, cs = ldc * 4, as = lda * 2;
+                 int64_t K, bool add, int64_t panel = 0) {
+  panel = panel ? panel : 16 * K;
+  const int64_t cs = ldc * 4, as = lda * 2;
   for (int64_t j = 0; j < N; j += 32) {
     const bool wide = j + 32 <= N;
     const uint16_t *b0 = B + (j / 16) * panel, *b1 = b0 + panel;
@@ -135,8 +138,9 @@ static inline void gemm_rows_bf16(float *C, int64_t ldc, const uint16_t *A, int6
 }
 
 static void gemm(float *C, int64_t ldc, const uint16_t *A, int64_t lda, const uint16_t *B, int64_t M, int64_t N,
-                 int64_t K, bool add) {
-  const int64_t panel = 16 * K, panels = N / 16;
+                 int64_t K, bool add, int64_t panel = 0) {
+  panel = panel ? panel : 16 * K;
+  const int64_t panels = N / 16;
   for (int64_t p = 0; p < panels;) {
     const int64_t n = panels - p >= 4 ? 4 : panels - p;
     for (int64_t i = 0; i < M; i += 4) {

@@ -1,7 +1,7 @@
 // Sizes of blocks, which keys a block of queries may see, and where things lie in the workspace.
 #pragma once
 
-constexpr int64_t QUERY_BLOCK = 64;
+constexpr int64_t QUERY_BLOCK = 32;
 constexpr int64_t KEY_BLOCK = 128;  // of the forward pass; packing and id ranges share it
 
 // Keys [lo, hi) that the token of one query may see by position.

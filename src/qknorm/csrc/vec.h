@@ -34,18 +34,17 @@ static inline Mask equal_ids(const int32_t *p, int32_t id) {
 static inline Mask operator&(Mask a, Mask b) { return {(__mmask16)(a.m & b.m)}; }
 static inline Vec choose(Mask m, Vec a, Vec b) { return {_mm512_mask_blend_ps(m.m, b.v, a.v)}; }
 static inline int count(Mask m) { return __builtin_popcount(m.m); }
-// 2^x for x <= 0, relative error 2e-7; 0 below -150, NaN for NaN.
+static inline bool any(Mask m) { return m.m != 0; }
+// 2^x, relative error 2e-7; 0 for -inf (whose fraction vreduce takes for 0), NaN for NaN.
 static inline Vec exp2(Vec x) {
-  x = max(Vec::set(-160.0f), x);
-  __m512 r = _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  Vec f{_mm512_sub_ps(x.v, r)};
+  Vec f{_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
   Vec p = Vec::set(QK_EXP2_C5);
   p = fma(p, f, Vec::set(QK_EXP2_C4));
   p = fma(p, f, Vec::set(QK_EXP2_C3));
   p = fma(p, f, Vec::set(QK_EXP2_C2));
   p = fma(p, f, Vec::set(QK_EXP2_C1));
   p = fma(p, f, Vec::set(QK_EXP2_C0));
-  return {_mm512_scalef_ps(p.v, r)};
+  return {_mm512_scalef_ps(p.v, x.v)};  // multiplies by 2^floor(x)
 }
 static inline Vec from_bf16(const uint16_t *p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16))};
@@ -55,6 +54,9 @@ static inline void to_fp16(uint16_t *p, Vec a) {
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 #if defined(QK_USE_BF16)
+static inline void to_bf16_pair(uint16_t *p, Vec a, Vec b) {
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v));
+}
 static inline void to_bf16(uint16_t *p, Vec a) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
 #else
 static inline void to_bf16(uint16_t *p, Vec a) {
@@ -115,9 +117,10 @@ static inline Vec choose(Mask m, Vec a, Vec b) { return {_mm256_blendv_ps(b.lo, 
 static inline int count(Mask m) {
   return __builtin_popcount(_mm256_movemask_ps(m.lo)) + __builtin_popcount(_mm256_movemask_ps(m.hi));
 }
+static inline bool any(Mask m) { return (_mm256_movemask_ps(m.lo) | _mm256_movemask_ps(m.hi)) != 0; }
 static inline __m256 exp2_half(__m256 x) {
   x = _mm256_max_ps(_mm256_set1_ps(-160.0f), x);
-  __m256 r = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m256 r = _mm256_floor_ps(x);
   __m256 f = _mm256_sub_ps(x, r);
   __m256 p = _mm256_set1_ps(QK_EXP2_C5);
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(QK_EXP2_C4));
