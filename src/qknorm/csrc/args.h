@@ -12,6 +12,9 @@ enum QknormDtype { QK_FP32 = 0, QK_BF16 = 1, QK_FP16 = 2 };
 enum QknormIsa { QK_AVX2 = 0, QK_AVX512 = 1, QK_AVX512_BF16 = 2, QK_AMX = 3 };
 enum QknormRope { QK_NO_ROPE = 0, QK_HALF = 1, QK_INTERLEAVED = 2 };
 
+// Rows behind one partial sum of d_gain.
+constexpr int64_t QK_QUERY_PART = 128, QK_KEY_PART = 256;
+
 struct QknormArgs {
   int64_t B, Hq, Hk, Tq, Tk, D, Dv, R;
   int64_t dtype, isa, rope, causal, window;  // window 0: none

@@ -5,20 +5,23 @@
 //   dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T.
 //
 // A sink is already in lse and out, so delta = rowsum(dO out) is that of the softmax with the sink.
-// Units own (batch, key head, every n-th block of keys); the partial dQ of the n splits are added in a
-// fixed order, and n depends on the shape alone: the same bits on any number of threads.
+// A pass over the queries serves KEYS keys, in steps of STEP, so that the partial dQ of a block of
+// queries goes through memory once for all of them. Units own (batch, key head, every n-th pass); the
+// partial dQ of the n splits are added in a fixed order, and n depends on the shape alone: the same bits
+// on any number of threads.
 #pragma once
 
-constexpr int64_t BLOCK = 64;  // of queries and of keys
-constexpr int64_t WANTED_UNITS = 8;
+constexpr int64_t QUERIES = QK_QUERY_PART, KEYS = QK_KEY_PART, STEP = 64;
+constexpr int64_t WANTED_UNITS = 4;
 
 template <class Op>
 struct BackwardPlan {
-  int64_t Dp, Dvp, Tqp, query_blocks, key_blocks, splits;
-  // Per (b, hq, query block): operands, [BLOCK x width] each.
+  int64_t Dp, Dvp, Tqp, query_blocks, passes, splits;
+  // Per (b, hq, query block): operands, [QUERIES x width] each.
   Op *q_across, *q_down, *d_across, *d_down;
   float *lse2, *delta;  // [B, Hq, Tqp]; lse in log2, +inf for rows that saw nothing
-  float *dq;            // [splits, B, Hq, query_blocks][Dp][BLOCK], transposed
+  float *dq;            // [splits, B, Hq, query_blocks][Dp][QUERIES], transposed
+  uint8_t *dq_begun;    // [splits, B, Hq, query_blocks]: nothing is added to what nobody wrote
   IdRange *query_ranges;  // [B, query_blocks]
   char *scratch;
   int64_t scratch_bytes;
@@ -26,10 +29,10 @@ struct BackwardPlan {
   BackwardPlan(const QknormArgs &a, Arena &arena) {
     Dp = round_up(a.D, width_step<Op>());
     Dvp = round_up(a.Dv, width_step<Op>());
-    query_blocks = (a.Tq + BLOCK - 1) / BLOCK;
-    key_blocks = (a.Tk + BLOCK - 1) / BLOCK;
-    Tqp = query_blocks * BLOCK;
-    splits = std::max<int64_t>(1, std::min(key_blocks, (WANTED_UNITS + a.B * a.Hk - 1) / (a.B * a.Hk)));
+    query_blocks = (a.Tq + QUERIES - 1) / QUERIES;
+    passes = (a.Tk + KEYS - 1) / KEYS;
+    Tqp = query_blocks * QUERIES;
+    splits = std::max<int64_t>(1, std::min(passes, (WANTED_UNITS + a.B * a.Hk - 1) / (a.B * a.Hk)));
     const int64_t rows = a.B * a.Hq * Tqp;
     q_across = arena.take<Op>(rows * Dp);
     q_down = arena.take<Op>(rows * Dp);
@@ -38,6 +41,7 @@ struct BackwardPlan {
     lse2 = arena.take<float>(rows);
     delta = arena.take<float>(rows);
     dq = arena.take<float>(splits * rows * Dp);
+    dq_begun = arena.take<uint8_t>(splits * a.B * a.Hq * query_blocks);
     query_ranges = arena.take<IdRange>(a.query_ids ? a.B * query_blocks : 0);
     Arena one{nullptr};
     thread_scratch(one);
@@ -51,18 +55,18 @@ struct BackwardPlan {
   };
   Scratch thread_scratch(Arena &one) const {
     Scratch s;
-    s.k = one.take<Op>(BLOCK * Dp);
-    s.k_t = one.take<Op>(BLOCK * Dp);
-    s.v = one.take<Op>(BLOCK * Dvp);
-    s.p = one.take<Op>(BLOCK * BLOCK);
-    s.ds = one.take<Op>(BLOCK * BLOCK);
-    s.ds_down = one.take<Op>(BLOCK * BLOCK);
-    s.s = one.take<float>(BLOCK * BLOCK);
-    s.dp = one.take<float>(BLOCK * BLOCK);
-    s.dk = one.take<float>(BLOCK * Dp);
-    s.dv = one.take<float>(BLOCK * Dvp);
-    s.rows = one.take<float>(BLOCK * std::max(Dp, Dvp));
-    s.raw = one.take<float>(BLOCK * std::max(Dp, Dvp));
+    s.k = one.take<Op>(KEYS * Dp);
+    s.k_t = one.take<Op>(KEYS * Dp);
+    s.v = one.take<Op>(KEYS * Dvp);
+    s.p = one.take<Op>(STEP * QUERIES);
+    s.ds = one.take<Op>(STEP * QUERIES);
+    s.ds_down = one.take<Op>(KEYS * QUERIES);
+    s.s = one.take<float>(STEP * QUERIES);
+    s.dp = one.take<float>(STEP * QUERIES);
+    s.dk = one.take<float>(KEYS * Dp);
+    s.dv = one.take<float>(KEYS * Dvp);
+    s.rows = one.take<float>(std::max(KEYS, QUERIES) * std::max(Dp, Dvp));
+    s.raw = one.take<float>(std::max(Dp, Dvp));
     return s;
   }
   Scratch of_thread(int64_t thread) const {
@@ -76,17 +80,17 @@ template <class In, class Op>
 static void prepare_queries(const QknormArgs &a, const BackwardPlan<Op> &plan, int64_t unit, int64_t thread) {
   const auto w = plan.of_thread(thread);
   const int64_t qb = unit % plan.query_blocks, bh = unit / plan.query_blocks, b = bh / a.Hq, h = bh % a.Hq;
-  const int64_t q0 = qb * BLOCK, n = std::min(BLOCK, a.Tq - q0), Dp = plan.Dp, Dvp = plan.Dvp;
-  load_hats<In>(w.rows, a, true, b, h, q0, n, BLOCK, Dp);
-  pack_across(plan.q_across + unit * BLOCK * Dp, w.rows, Dp, BLOCK, Dp);
-  pack_down(plan.q_down + unit * BLOCK * Dp, w.rows, Dp, BLOCK, Dp);
+  const int64_t q0 = qb * QUERIES, n = std::min(QUERIES, a.Tq - q0), Dp = plan.Dp, Dvp = plan.Dvp;
+  load_hats<In>(w.rows, a, true, b, h, q0, n, QUERIES, Dp);
+  pack_across(plan.q_across + unit * QUERIES * Dp, w.rows, Dp, QUERIES, Dp);
+  pack_down(plan.q_down + unit * QUERIES * Dp, w.rows, Dp, QUERIES, Dp);
 
   const In *d_base = (const In *)a.d_out + b * a.d_out_stride[0] + h * a.d_out_stride[1];
   const In *out = (const In *)a.out + (bh * a.Tq + q0) * a.Dv;
   float *delta = plan.delta + bh * plan.Tqp + q0, *lse2 = plan.lse2 + bh * plan.Tqp + q0;
   const float *lse = a.lse + bh * a.Tq + q0;
-  memset(w.rows, 0, BLOCK * Dvp * sizeof(float));
-  for (int64_t i = 0; i < BLOCK; i++) {
+  memset(w.rows, 0, QUERIES * Dvp * sizeof(float));
+  for (int64_t i = 0; i < QUERIES; i++) {
     delta[i] = 0.0f;
     lse2[i] = INFINITY;
     if (i >= n) continue;
@@ -98,8 +102,8 @@ static void prepare_queries(const QknormArgs &a, const BackwardPlan<Op> &plan, i
     delta[i] = sum(dot);
     if (lse[i] != -INFINITY) lse2[i] = lse[i] * 1.44269504088896341f;
   }
-  pack_across(plan.d_across + unit * BLOCK * Dvp, w.rows, Dvp, BLOCK, Dvp);
-  pack_down(plan.d_down + unit * BLOCK * Dvp, w.rows, Dvp, BLOCK, Dvp);
+  pack_across(plan.d_across + unit * QUERIES * Dvp, w.rows, Dvp, QUERIES, Dvp);
+  pack_down(plan.d_down + unit * QUERIES * Dvp, w.rows, Dvp, QUERIES, Dvp);
   if (a.query_ids && h == 0) plan.query_ranges[b * plan.query_blocks + qb] = id_range(a.query_ids + b * a.Tq + q0, n);
 }
 
@@ -116,10 +120,10 @@ static void transpose_rows(uint16_t *out, const float *in, int64_t ld, int64_t r
   }
 }
 
-// Two rows of dS^T (keys j, j + 1) into B with K along the keys.
+// Two rows of dS^T (keys j, j + 1 of a pass) into B with K along the keys.
 static inline void store_down(float *out, int64_t j, int64_t i, Vec a, Vec b) {
-  a.store(out + (i / 16) * 16 * BLOCK + 16 * j);
-  b.store(out + (i / 16) * 16 * BLOCK + 16 * (j + 1));
+  a.store(out + (i / 16) * 16 * KEYS + 16 * j);
+  b.store(out + (i / 16) * 16 * KEYS + 16 * (j + 1));
 }
 #if defined(QK_USE_BF16)
 static inline void store_down(uint16_t *out, int64_t j, int64_t i, Vec a, Vec b) {
@@ -127,10 +131,16 @@ static inline void store_down(uint16_t *out, int64_t j, int64_t i, Vec a, Vec b)
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v);
-  _mm512_storeu_si512(out + (i / 16) * 16 * BLOCK + 16 * j,
+  _mm512_storeu_si512(out + (i / 16) * 16 * KEYS + 16 * j,
                       _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
 }
 #endif
+
+// One step of keys against one block of queries.
+struct Tile {
+  int64_t b, j0, k0, keys, q0, i0, i1;  // first key in the pass and in the sequence; queries q0 + [i0, i1)
+  bool partial, by_ids;
+};
 
 // Which of the 16 queries at `i` may see key `key`.
 static inline Mask visible_queries(const Positions &at, int64_t key, int64_t q0, int64_t i, int64_t Tq,
@@ -142,37 +152,45 @@ static inline Mask visible_queries(const Positions &at, int64_t key, int64_t q0,
   return keep;
 }
 
-// P^T and dS^T of one block pair from its S^T and dP^T.
-template <class Op>
+// P^T and dS^T of a tile from its S^T and dP^T.
+template <bool PARTIAL, class Op>
 static void score_gradients(const QknormArgs &a, const typename BackwardPlan<Op>::Scratch &w, const Positions &at,
-                            int64_t b, int64_t k0, int64_t keys, int64_t q0, int64_t queries, const float *lse2,
-                            const float *delta, bool partial, bool by_ids) {
+                            const Tile &tile, const float *lse2, const float *delta) {
   const Vec c = Vec::set(std::fabs((float)a.scale) * 1.44269504088896341f), zero = Vec::set(0.0f);
-  alignas(64) int32_t ids[BLOCK];
-  if (by_ids)
-    for (int64_t i = 0; i < BLOCK; i++) ids[i] = i < queries ? a.query_ids[b * a.Tq + q0 + i] : -1;
-  for (int64_t j = 0; j < BLOCK; j += 2) {
-    for (int64_t i = 0; i < BLOCK; i += 16) {
-      const Vec l = Vec::load(lse2 + i), d = Vec::load(delta + i);
-      Vec ds[2];
-      for (int64_t r = 0; r < 2; r++) {
-        const int64_t at_row = (j + r) * BLOCK + i;
-        Vec p = exp2(fma(Vec::load(w.s + at_row), c, zero - l));
-        ds[r] = p * (Vec::load(w.dp + at_row) - d);
-        if (partial) {
-          const bool real = j + r < keys;
-          const int64_t key = k0 + j + r;
-          Mask keep = visible_queries(at, real ? key : 0, q0, i, a.Tq, by_ids ? ids : nullptr,
-                                      by_ids && real ? a.key_ids[b * a.Tk + key] : 0);
-          p = real ? choose(keep, p, zero) : zero;
-          ds[r] = real ? choose(keep, ds[r], zero) : zero;
+  alignas(64) int32_t ids[QUERIES];
+  if (PARTIAL && tile.by_ids)
+    for (int64_t i = tile.i0; i < tile.i1; i++)
+      ids[i] = tile.q0 + i < a.Tq ? a.query_ids[tile.b * a.Tq + tile.q0 + i] : -1;
+  for (int64_t j = 0; j < STEP; j += 2) {
+    for (int64_t i = tile.i0; i < tile.i1; i += 32) {
+      Vec p[2][2], ds[2][2];
+      for (int64_t r = 0; r < 2; r++)
+        for (int64_t h = 0; h < 2; h++) {
+          const int64_t x = (j + r) * QUERIES + i + 16 * h;
+          p[r][h] = exp2(fma(Vec::load(w.s + x), c, zero - Vec::load(lse2 + i + 16 * h)));
+          ds[r][h] = p[r][h] * (Vec::load(w.dp + x) - Vec::load(delta + i + 16 * h));
+          if (PARTIAL) {
+            const bool real = j + r < tile.keys;
+            const int64_t key = tile.k0 + j + r;
+            Mask keep = visible_queries(at, real ? key : 0, tile.q0, i + 16 * h, a.Tq, tile.by_ids ? ids : nullptr,
+                                        tile.by_ids && real ? a.key_ids[tile.b * a.Tk + key] : 0);
+            p[r][h] = real ? choose(keep, p[r][h], zero) : zero;
+            ds[r][h] = real ? choose(keep, ds[r][h], zero) : zero;
+          }
         }
-        store16(w.p + at_row, p);
-        store16(w.ds + at_row, ds[r]);
+      for (int64_t r = 0; r < 2; r++) {
+        store_pair(w.p + (j + r) * QUERIES + i, p[r][0], p[r][1]);
+        store_pair(w.ds + (j + r) * QUERIES + i, ds[r][0], ds[r][1]);
       }
-      store_down(w.ds_down, j, i, ds[0], ds[1]);
+      for (int64_t h = 0; h < 2; h++) store_down(w.ds_down, tile.j0 + j, i + 16 * h, ds[0][h], ds[1][h]);
     }
   }
+}
+
+// Zeros for the queries [lo, hi) of the step at j0, in B with K along the keys.
+template <class Op>
+static void clear_down(Op *out, int64_t j0, int64_t lo, int64_t hi) {
+  for (int64_t i = lo; i < hi; i += 16) memset((void *)(out + i * KEYS + 16 * j0), 0, 16 * STEP * sizeof(Op));
 }
 
 // From the gradient of a block of hats, [n][Dp] in w.rows, to that of the raw rows, and d_gain [D].
@@ -196,52 +214,77 @@ static void finish_rows(const QknormArgs &a, float *rows, float *raw, bool is_qu
   }
 }
 
-// dK and dV of one block of keys, over all queries of the group that see it.
+// dK and dV of the keys of one pass, over all queries of the group that see them.
 template <class In, class Op>
-static void backward_keys(const QknormArgs &a, const BackwardPlan<Op> &plan, int64_t b, int64_t hk, int64_t kb,
+static void backward_keys(const QknormArgs &a, const BackwardPlan<Op> &plan, int64_t b, int64_t hk, int64_t pass,
                           int64_t split, int64_t thread) {
   const auto w = plan.of_thread(thread);
-  const int64_t Dp = plan.Dp, Dvp = plan.Dvp, G = a.Hq / a.Hk, k0 = kb * BLOCK, n = std::min(BLOCK, a.Tk - k0);
+  const int64_t Dp = plan.Dp, Dvp = plan.Dvp, G = a.Hq / a.Hk, pass0 = pass * KEYS, n = std::min(KEYS, a.Tk - pass0);
+  const int64_t rows = round_up(n, STEP);
   const Positions at = positions(a);
-  const IdRange ids = a.key_ids ? id_range(a.key_ids + b * a.Tk + k0, n) : IdRange{};
-  load_hats<In>(w.rows, a, false, b, hk, k0, n, BLOCK, Dp);
+  IdRange ids[KEYS / STEP];
+  for (int64_t j = 0; a.key_ids && j < n; j += STEP)
+    ids[j / STEP] = id_range(a.key_ids + b * a.Tk + pass0 + j, std::min(STEP, n - j));
+  load_hats<In>(w.rows, a, false, b, hk, pass0, n, rows, Dp);
   if (a.scale < 0)
-    for (int64_t i = 0; i < BLOCK * Dp; i++) w.rows[i] = -w.rows[i];
-  pack_rows(w.k, w.rows, Dp, BLOCK, Dp);
-  transpose_rows(w.k_t, w.rows, Dp, BLOCK, Dp);
-  load_values<In>(w.rows, a, b, hk, k0, n, BLOCK, Dvp);
-  pack_rows(w.v, w.rows, Dvp, BLOCK, Dvp);
-  memset(w.dk, 0, BLOCK * Dp * sizeof(float));
-  memset(w.dv, 0, BLOCK * Dvp * sizeof(float));
+    for (int64_t i = 0; i < rows * Dp; i++) w.rows[i] = -w.rows[i];
+  pack_rows(w.k, w.rows, Dp, rows, Dp);
+  transpose_rows(w.k_t, w.rows, Dp, rows, Dp);
+  load_values<In>(w.rows, a, b, hk, pass0, n, rows, Dvp);
+  pack_rows(w.v, w.rows, Dvp, rows, Dvp);
+  memset(w.dk, 0, rows * Dp * sizeof(float));
+  memset(w.dv, 0, rows * Dvp * sizeof(float));
 
-  const int64_t first = at.first_query(k0, a.Tq), last = at.last_query(k0 + n - 1, a.Tq);
+  const int64_t first = at.first_query(pass0, a.Tq), last = at.last_query(pass0 + n - 1, a.Tq);
   for (int64_t hq = hk * G; hq < (hk + 1) * G; hq++) {
-    for (int64_t qb = first / BLOCK; qb * BLOCK < last; qb++) {
-      const int64_t q0 = qb * BLOCK, queries = std::min(BLOCK, a.Tq - q0);
-      bool by_ids = false;
-      if (a.key_ids) {
-        const IdRange &range = plan.query_ranges[b * plan.query_blocks + qb];
-        if (!ids.meets(range)) continue;
-        by_ids = !ids.uniform_with(range);
+    for (int64_t qb = first / QUERIES; qb * QUERIES < last; qb++) {
+      const int64_t q0 = qb * QUERIES, bh = b * a.Hq + hq, block = bh * plan.query_blocks + qb;
+      int64_t begin = -1, end = 0;  // steps of keys with something to add to dQ
+      for (int64_t j0 = 0; j0 < n; j0 += STEP) {
+        Tile tile{b, j0, pass0 + j0, std::min(STEP, n - j0), q0, 0, QUERIES, false, false};
+        const int64_t k_last = tile.k0 + tile.keys - 1;
+        tile.i0 = std::max<int64_t>(0, at.first_query(tile.k0, a.Tq) - q0) / 32 * 32;
+        tile.i1 = std::min(QUERIES, round_up(std::max<int64_t>(0, at.last_query(k_last, a.Tq) - q0), 32));
+        if (a.key_ids && tile.i0 < tile.i1) {
+          const IdRange &range = plan.query_ranges[b * plan.query_blocks + qb];
+          if (!ids[j0 / STEP].meets(range)) tile.i1 = tile.i0;
+          tile.by_ids = !ids[j0 / STEP].uniform_with(range);
+        }
+        if (tile.i0 >= tile.i1) {
+          clear_down(w.ds_down, j0, 0, QUERIES);
+          continue;
+        }
+        if (begin < 0) begin = j0;
+        end = j0 + STEP;
+        tile.partial = tile.by_ids || tile.keys < STEP || at.first_query(k_last, a.Tq) > q0 + tile.i0 ||
+                       at.last_query(tile.k0, a.Tq) < std::min(a.Tq, q0 + tile.i1);
+        const int64_t N = tile.i1 - tile.i0, first_panel = block * QUERIES + tile.i0;
+        gemm(w.s + tile.i0, QUERIES, w.k + j0 * Dp, Dp, plan.q_across + first_panel * Dp, STEP, N, Dp, false);
+        gemm(w.dp + tile.i0, QUERIES, w.v + j0 * Dvp, Dvp, plan.d_across + first_panel * Dvp, STEP, N, Dvp, false);
+        const int64_t row0 = bh * plan.Tqp + q0;
+        if (tile.partial)
+          score_gradients<true, Op>(a, w, at, tile, plan.lse2 + row0, plan.delta + row0);
+        else
+          score_gradients<false, Op>(a, w, at, tile, plan.lse2 + row0, plan.delta + row0);
+        clear_down(w.ds_down, j0, 0, tile.i0);
+        clear_down(w.ds_down, j0, tile.i1, QUERIES);
+        gemm(w.dv + j0 * Dvp, Dvp, w.p + tile.i0, QUERIES, plan.d_down + block * QUERIES * Dvp + 16 * tile.i0, STEP, Dvp,
+             N, true, 16 * QUERIES);
+        gemm(w.dk + j0 * Dp, Dp, w.ds + tile.i0, QUERIES, plan.q_down + block * QUERIES * Dp + 16 * tile.i0, STEP, Dp, N,
+             true, 16 * QUERIES);
       }
-      const bool partial = by_ids || n < BLOCK || at.first_query(k0 + n - 1, a.Tq) > q0 ||
-                           at.last_query(k0, a.Tq) < q0 + queries;
-      const int64_t bh = b * a.Hq + hq, block = bh * plan.query_blocks + qb;
-      gemm(w.s, BLOCK, w.k, Dp, plan.q_across + block * BLOCK * Dp, BLOCK, BLOCK, Dp, false);
-      gemm(w.dp, BLOCK, w.v, Dvp, plan.d_across + block * BLOCK * Dvp, BLOCK, BLOCK, Dvp, false);
-      score_gradients<Op>(a, w, at, b, k0, n, q0, queries, plan.lse2 + bh * plan.Tqp + q0,
-                          plan.delta + bh * plan.Tqp + q0, partial, by_ids);
-      gemm(w.dv, Dvp, w.p, BLOCK, plan.d_down + block * BLOCK * Dvp, BLOCK, Dvp, BLOCK, true);
-      gemm(w.dk, Dp, w.ds, BLOCK, plan.q_down + block * BLOCK * Dp, BLOCK, Dp, BLOCK, true);
-      float *dq = plan.dq + ((split * a.B * a.Hq + bh) * plan.query_blocks + qb) * BLOCK * Dp;
-      gemm(dq, BLOCK, w.k_t, BLOCK, w.ds_down, Dp, BLOCK, BLOCK, true);
+      if (begin < 0) continue;
+      const int64_t at_dq = split * a.B * a.Hq * plan.query_blocks + block;
+      gemm(plan.dq + at_dq * QUERIES * Dp, QUERIES, w.k_t + begin, rows, w.ds_down + 16 * begin, Dp, QUERIES, end - begin,
+           plan.dq_begun[at_dq] != 0, 16 * KEYS);
+      plan.dq_begun[at_dq] = 1;
     }
   }
 
-  const int64_t row0 = (b * a.Hk + hk) * a.Tk + k0;
-  float *d_gain = a.dk_gain ? a.dk_gain + ((b * plan.key_blocks + kb) * a.Hk + hk) * a.D : nullptr;
+  const int64_t row0 = (b * a.Hk + hk) * a.Tk + pass0;
+  float *d_gain = a.dk_gain ? a.dk_gain + ((b * plan.passes + pass) * a.Hk + hk) * a.D : nullptr;
   if (d_gain) memset(d_gain, 0, a.D * sizeof(float));
-  finish_rows<In>(a, w.dk, w.raw, false, b, hk, k0, n, Dp, (float)a.scale, (In *)a.dk + row0 * a.D, d_gain);
+  finish_rows<In>(a, w.dk, w.raw, false, b, hk, pass0, n, Dp, (float)a.scale, (In *)a.dk + row0 * a.D, d_gain);
   for (int64_t i = 0; i < n; i++) float_to_row((In *)a.dv + (row0 + i) * a.Dv, w.dv + i * Dvp, a.Dv);
 }
 
@@ -250,13 +293,15 @@ template <class In, class Op>
 static void finish_queries(const QknormArgs &a, const BackwardPlan<Op> &plan, int64_t unit, int64_t thread) {
   const auto w = plan.of_thread(thread);
   const int64_t qb = unit % plan.query_blocks, bh = unit / plan.query_blocks, b = bh / a.Hq, h = bh % a.Hq;
-  const int64_t q0 = qb * BLOCK, n = std::min(BLOCK, a.Tq - q0), Dp = plan.Dp;
-  float *first = plan.dq + unit * BLOCK * Dp;
+  const int64_t q0 = qb * QUERIES, n = std::min(QUERIES, a.Tq - q0), Dp = plan.Dp, units = a.B * a.Hq * plan.query_blocks;
+  float *first = plan.dq + unit * QUERIES * Dp;
+  if (!plan.dq_begun[unit]) memset(first, 0, QUERIES * Dp * sizeof(float));
   for (int64_t s = 1; s < plan.splits; s++) {
-    const float *other = first + s * a.B * a.Hq * plan.Tqp * Dp;
-    for (int64_t i = 0; i < BLOCK * Dp; i += 16) (Vec::load(first + i) + Vec::load(other + i)).store(first + i);
+    if (!plan.dq_begun[s * units + unit]) continue;
+    const float *other = first + s * units * QUERIES * Dp;
+    for (int64_t i = 0; i < QUERIES * Dp; i += 16) (Vec::load(first + i) + Vec::load(other + i)).store(first + i);
   }
-  transpose_rows(w.rows, first, BLOCK, Dp, BLOCK);
+  transpose_rows(w.rows, first, QUERIES, Dp, QUERIES);
   float *d_gain = a.dq_gain ? a.dq_gain + ((b * plan.query_blocks + qb) * a.Hq + h) * a.D : nullptr;
   if (d_gain) memset(d_gain, 0, a.D * sizeof(float));
   // w.k_t held -K where the scale is negative: dQ carries the sign already.
@@ -284,11 +329,14 @@ static void backward(const QknormArgs &a) {
             [&](int64_t unit, int64_t thread) { prepare_queries<In, Op>(a, plan, unit, thread); });
   if (a.sink && a.d_sink)
     for (int64_t bh = 0; bh < heads; bh++) sink_gradient(a, plan, bh);
-  memset(plan.dq, 0, plan.splits * query_units * BLOCK * plan.Dp * sizeof(float));
+  memset(plan.dq_begun, 0, plan.splits * query_units);
   for_units(a.B * a.Hk * plan.splits, a.threads, [&](int64_t unit, int64_t thread) {
     const int64_t split = unit % plan.splits, bh = unit / plan.splits;
-    for (int64_t kb = split; kb < plan.key_blocks; kb += plan.splits)
-      backward_keys<In, Op>(a, plan, bh / a.Hk, bh % a.Hk, kb, split, thread);
+    for (int64_t round = 0; round * plan.splits < plan.passes; round++) {
+      // Back and forth, since under a causal mask early keys are seen by more queries.
+      const int64_t pass = round * plan.splits + (round % 2 ? plan.splits - 1 - split : split);
+      if (pass < plan.passes) backward_keys<In, Op>(a, plan, bh / a.Hk, bh % a.Hk, pass, split, thread);
+    }
   });
   for_units(query_units, a.threads,
             [&](int64_t unit, int64_t thread) { finish_queries<In, Op>(a, plan, unit, thread); });

@@ -36,6 +36,8 @@ static bool amx_permitted() {
 extern "C" {
 
 int64_t qknorm_args_size() { return sizeof(QknormArgs); }
+int64_t qknorm_query_part() { return QK_QUERY_PART; }
+int64_t qknorm_key_part() { return QK_KEY_PART; }
 
 void qknorm_use_threads(QknormParallelFor parallel_for) { qknorm_parallel_for = parallel_for; }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qknorm.ops.backends.call import Call, Case
-from qknorm.ops.backends.cpu_library import BLOCK, DTYPES, LIBRARY, ROPE, Args
+from qknorm.ops.backends.cpu_library import DTYPES, LIBRARY, ROPE, Args, Library
 from qknorm.ops.stats import Rows
 
 MAX_WIDTH = 256
@@ -158,9 +158,9 @@ def _ids(
     return queries, keys.contiguous()
 
 
-def _run(step: str, args: Args) -> None:
+def _library() -> Library:
     assert not isinstance(LIBRARY, str)  # the support table has seen to it
-    LIBRARY.run(step, args)
+    return LIBRARY
 
 
 @torch.library.impl("qknorm::cpu_forward", "CPU")
@@ -178,7 +178,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     if stats:
         args.point(row_max=rows[0], row_log_sum=rows[1], row_entropy=rows[2], visible_keys=keys)
     if lse.numel():
-        _run("forward", args)
+        _library().run("forward", args)
     del keep
     return out, lse, *rows, keys
 
@@ -188,18 +188,18 @@ def _backward(d_out: Tensor, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tens
     q, k, v, q_gain, k_gain, sink = call[:6]
     args, keep = _arguments(*call)
     d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
-    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
+    library = _library()
+    make = torch.empty if lse.numel() and k.numel() else torch.zeros
+    dq, dk, dv = (make(x.shape, dtype=x.dtype) for x in (q, k, v))
     parts = [
-        torch.zeros(x.shape[0] * -(-x.shape[2] // BLOCK), x.shape[1], x.shape[3])
-        if gain is not None
-        else None
-        for x, gain in ((q, q_gain), (k, k_gain))
+        None if gain is None else make(x.shape[0] * -(-x.shape[2] // part), x.shape[1], x.shape[3])
+        for x, gain, part in ((q, q_gain, library.query_part), (k, k_gain, library.key_part))
     ]
-    d_sink = None if sink is None else torch.zeros(q.shape[:2])
+    d_sink = None if sink is None else make(q.shape[:2])
     args.point(out=out, lse=lse, d_out=d_out, dq=dq, dk=dk, dv=dv)
     args.point(dq_gain=parts[0], dk_gain=parts[1], d_sink=d_sink)
     if lse.numel() and k.numel():
-        _run("backward", args)
+        _library().run("backward", args)
     del keep
     small = [
         q.new_empty(0) if like is None or part is None else part.sum(0).to(like.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 
@@ -20,8 +21,8 @@ INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "amx")
 FORCE = "QKNORM_CPU_ISA"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ROPE = {None: 0, "half": 1, "interleaved": 2}
-# Rows per partial sum of the gains' gradients: BLOCK in csrc/backward.h.
-BLOCK = 64
+# Scratch memory is kept between calls up to this size: fresh pages cost more than what is done in them.
+KEPT_BYTES = 64 << 20
 
 _SIZES = ("B", "Hq", "Hk", "Tq", "Tk", "D", "Dv", "R")
 _OPTIONS = ("dtype", "isa", "rope", "causal", "window", "threads")
@@ -60,13 +61,16 @@ class Library:
 
     def __init__(self) -> None:
         self._c = ctypes.CDLL(str(FILE))
-        for name in ("qknorm_args_size", "qknorm_forward_workspace", "qknorm_backward_workspace"):
-            getattr(self._c, name).restype = c_int64
+        for name in ("args_size", "query_part", "key_part", "forward_workspace", "backward_workspace"):
+            getattr(self._c, f"qknorm_{name}").restype = c_int64
         if self._c.qknorm_args_size() != ctypes.sizeof(Args):
             raise OSError(f"{FILE.name} was built from other sources: build it again")
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         self._c.qknorm_use_threads(ctypes.cast(torch_cpu.torch_parallel_for, c_void_p))
         bits = self._c.qknorm_instruction_sets()
+        # Rows behind one partial sum of the gains' gradients.
+        self.query_part, self.key_part = self._c.qknorm_query_part(), self._c.qknorm_key_part()
+        self._kept = threading.local()
         self.instruction_sets = [name for i, name in enumerate(INSTRUCTION_SETS) if bits >> i & 1]
 
     def run(self, step: str, args: Args) -> None:
@@ -77,9 +81,19 @@ class Library:
         args.isa = INSTRUCTION_SETS.index(chosen)
         args.threads = torch.get_num_threads()
         args.workspace_bytes = getattr(self._c, f"qknorm_{step}_workspace")(ctypes.byref(args))
-        workspace = torch.empty(args.workspace_bytes, dtype=torch.uint8)
+        workspace = self._workspace(args.workspace_bytes)
         args.workspace = workspace.data_ptr()
         getattr(self._c, f"qknorm_{step}")(ctypes.byref(args))
+
+    def _workspace(self, size: int) -> Tensor:
+        """Scratch memory of this Python thread."""
+        kept: Tensor | None = getattr(self._kept, "buffer", None)
+        if kept is not None and kept.numel() >= size:
+            return kept
+        fresh = torch.empty(size, dtype=torch.uint8)
+        if size <= KEPT_BYTES:
+            self._kept.buffer = fresh
+        return fresh
 
 
 def _load() -> Library | str:
