@@ -127,12 +127,7 @@ static inline void store_down(float *out, int64_t j, int64_t i, Vec a, Vec b) {
 }
 #if defined(QK_USE_BF16)
 static inline void store_down(uint16_t *out, int64_t j, int64_t i, Vec a, Vec b) {
-  // cvtne2ps puts b's lanes above a's; this order puts the two keys of one query side by side.
-  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v);
-  _mm512_storeu_si512(out + (i / 16) * 16 * KEYS + 16 * j,
-                      _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
+  store_side_by_side(out + (i / 16) * 16 * KEYS + 16 * j, a, b);
 }
 #endif
 

@@ -77,7 +77,14 @@ static void rotate(float *x, const NormRope &n, bool back) {
       x[2 * i + 1] = b * c + a * s;
     }
   } else {
-    for (int64_t i = 0; i < half; i++) {
+    int64_t i = 0;
+    for (; i + 16 <= half; i += 16) {
+      const Vec a = Vec::load(x + i), b = Vec::load(x + half + i);
+      const Vec c = Vec::load(n.cos + i), s = Vec::load(n.sin + i) * Vec::set(sign);
+      (a * c - b * s).store(x + i);
+      (b * c + a * s).store(x + half + i);
+    }
+    for (; i < half; i++) {
       const float a = x[i], b = x[i + half], c = n.cos[i], s = sign * n.sin[i];
       x[i] = a * c - b * s;
       x[i + half] = b * c + a * s;
@@ -90,7 +97,10 @@ template <class In>
 static void norm_rope(float *x, const NormRope &n, int64_t padded) {
   if (n.gain) {
     const float inverse = inverse_rms(x, n.D, padded, n.eps);
-    for (int64_t i = 0; i < n.D; i++) x[i] = x[i] * inverse * n.gain[i];
+    const Vec wide = Vec::set(inverse);
+    int64_t i = 0;
+    for (; i + 16 <= n.D; i += 16) (Vec::load(x + i) * wide * Vec::load(n.gain + i)).store(x + i);
+    for (; i < n.D; i++) x[i] = x[i] * inverse * n.gain[i];
   }
   if (n.cos) rotate(x, n, false);
   if (sizeof(In) == 2 && (n.gain || n.cos)) {
@@ -108,15 +118,27 @@ static void norm_rope_backward(float *dy, const float *x, const NormRope &n, int
   if (n.cos) rotate(dy, n, true);
   if (!n.gain) return;
   const float inverse = inverse_rms(x, n.D, padded, n.eps);
-  float dot = 0.0f;
-  for (int64_t i = 0; i < n.D; i++) {
+  const Vec wide = Vec::set(inverse);
+  Vec dots = Vec::set(0.0f);
+  int64_t i = 0;
+  for (; i + 16 <= n.D; i += 16) {
+    const Vec u = Vec::load(x + i) * wide, d = Vec::load(dy + i), g = d * Vec::load(n.gain + i);
+    fma(d, u, Vec::load(d_gain + i)).store(d_gain + i);
+    g.store(dy + i);
+    dots = fma(g, u, dots);
+  }
+  float dot = sum(dots);
+  for (; i < n.D; i++) {
     const float u = x[i] * inverse;
     d_gain[i] += dy[i] * u;
     dy[i] *= n.gain[i];
     dot += dy[i] * u;
   }
   const float mean = dot / (float)n.D;
-  for (int64_t i = 0; i < n.D; i++) dy[i] = inverse * (dy[i] - x[i] * inverse * mean);
+  const Vec pull = Vec::set(inverse * mean);
+  for (i = 0; i + 16 <= n.D; i += 16)
+    (wide * (Vec::load(dy + i) - Vec::load(x + i) * pull)).store(dy + i);
+  for (; i < n.D; i++) dy[i] = inverse * (dy[i] - x[i] * inverse * mean);
 }
 
 // `rows` rows [rows][ld] of fp32 as B with K along the row: panels of 16 rows.
@@ -140,18 +162,21 @@ static void pack_down(float *out, const float *in, int64_t ld, int64_t rows, int
   for (int64_t c = 0; c < columns; c += 16, out += 16 * rows)
     for (int64_t r = 0; r < rows; r++) Vec::load(in + r * ld + c).store(out + 16 * r);
 }
+#if defined(QK_USE_BF16)
+// Lanes of two rows side by side, as pairs along K: a0 b0 a1 b1 ...
+static inline void store_side_by_side(uint16_t *out, Vec a, Vec b) {
+  // cvtne2ps puts b's lanes above a's.
+  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v);
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
+}
 static void pack_down(uint16_t *out, const float *in, int64_t ld, int64_t rows, int64_t columns) {
   for (int64_t c = 0; c < columns; c += 16, out += 16 * rows)
-    for (int64_t r = 0; r < rows; r += 2) {
-      alignas(64) uint16_t a[16], b[16];
-      to_bf16(a, Vec::load(in + r * ld + c));
-      to_bf16(b, Vec::load(in + (r + 1) * ld + c));
-      for (int64_t i = 0; i < 16; i++) {
-        out[16 * r + 2 * i] = a[i];
-        out[16 * r + 2 * i + 1] = b[i];
-      }
-    }
+    for (int64_t r = 0; r < rows; r += 2)
+      store_side_by_side(out + 16 * r, Vec::load(in + r * ld + c), Vec::load(in + (r + 1) * ld + c));
 }
+#endif
 
 // Row-major A.
 static void pack_rows(float *out, const float *in, int64_t ld, int64_t rows, int64_t K) {

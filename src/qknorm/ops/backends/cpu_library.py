@@ -22,7 +22,7 @@ FORCE = "QKNORM_CPU_ISA"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ROPE = {None: 0, "half": 1, "interleaved": 2}
 # Scratch memory is kept between calls up to this size: fresh pages cost more than what is done in them.
-KEPT_BYTES = 64 << 20
+KEPT_BYTES = 128 << 20
 
 _SIZES = ("B", "Hq", "Hk", "Tq", "Tk", "D", "Dv", "R")
 _OPTIONS = ("dtype", "isa", "rope", "causal", "window", "threads")
