@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,6 +141,7 @@ def make_calls(c: Case, x: Inputs) -> dict[str, Callable[[], Any]]:
     if c.window is not None or c.documents is not None:
         seen = mask.visible(c.T, c.T, torch.device("cpu"))[:, None]
         bias = torch.zeros(seen.shape, dtype=c.dtype).masked_fill_(~seen, -torch.inf)
+    torch._dynamo.reset()  # each case is compiled for itself
     compiled = torch.compile(peer_a, dynamic=False)
     gains = {"q_gain": x.q_gain, "k_gain": x.k_gain, "rope": x.rope, "mask": mask}
 
@@ -212,12 +214,15 @@ def make_flex(c: Case, x: Inputs) -> Callable[[], Tensor] | None:
         def call() -> Tensor:
             cos, sin = x.rope.cos, x.rope.sin
             with torch.no_grad():
-                q, k = norm_rope(x.q, x.q_gain, cos, sin), norm_rope(x.k, x.k_gain, cos, sin)
-                return flex(q, k, x.v, block_mask=blocks, enable_gqa=c.Hq != c.Hk)
+                q = norm_rope(x.q.detach(), x.q_gain, cos, sin)
+                k = norm_rope(x.k.detach(), x.k_gain, cos, sin)
+                v = x.v.detach()
+                return flex(q, k, v, block_mask=blocks, enable_gqa=c.Hq != c.Hk)
 
         call()
     except Exception as error:  # whatever it raises, it is no peer here
-        print(f"  FlexAttention does not run: {str(error).splitlines()[0][:80]}")
+        reason = str(error).splitlines()[0][:80]
+        print(f"FlexAttention does not run: {reason}", file=sys.stderr)
         return None
     return call
 

@@ -241,14 +241,17 @@ def peak_bytes(fn: Callable[[], Any]) -> int:
     ],
     ids=["causal", "none", "window_padding"],
 )
-def test_statistics_cost_less_than_16_mb_at_4096_tokens(mask: Mask) -> None:
+@pytest.mark.parametrize("backend", ["stock", "auto"])
+def test_statistics_cost_less_than_16_mb_at_4096_tokens(mask: Mask, backend: str) -> None:
     q, k, v = (torch.randn(1, 2, 4096, 64) for _ in range(3))
     gain = torch.rand(2, 64) + 0.5
     options = {"q_gain": gain, "k_gain": gain, "mask": mask}
-    silent = peak_bytes(lambda: qknorm.attention(q, k, v, **options))
-    watched = peak_bytes(lambda: qknorm.attention(q, k, v, **options, stats=True))
+    silent = peak_bytes(lambda: qknorm.attention(q, k, v, **options, backend=backend))
+    watched = peak_bytes(lambda: qknorm.attention(q, k, v, **options, stats=True, backend=backend))
     alone = peak_bytes(lambda: qknorm.logit_stats(q, k, **options))
-    assert silent > 2 * q.nbytes, "the measurement misses q_hat and out"
+    # The stock backend also makes q_hat; the C++ one keeps it in cache.
+    made = 2 if backend == "stock" else 1
+    assert silent > made * q.nbytes, "the measurement misses what was made"
     assert watched - silent < 16e6
     # q_hat and k_hat are 4 MB together; a T x T buffer of two heads would be 134 MB.
     assert alone < 20e6
