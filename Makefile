@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Two test processes with two threads each would spin against each other.
 TEST_JOBS ?= 2
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint wheel clean
 
 demo: .venv/ready
 	$(BIN)/qknorm compare runs/demo --arm none --arm qk --lr 3e-2 --overwrite
@@ -23,6 +23,10 @@ lint: .venv/ready
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group dev
 	touch $@
+
+# One wheel for every Python and every torch from 2.10 on; without a compiler it lacks the cpu backend.
+wheel: .venv/ready
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf .venv build dist runs
