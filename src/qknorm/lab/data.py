@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -175,7 +175,7 @@ def _encode(text: bytes, tokenizer: str | None) -> Tensor:
     return torch.tensor(ids, dtype=torch.int32)
 
 
-def _load_tokenizer(path: str):  # type: ignore[no-untyped-def]
+def _load_tokenizer(path: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
