@@ -31,7 +31,9 @@ struct QknormArgs {
 
   void *out;                         // [B, Hq, Tq, Dv], contiguous
   float *lse;                        // [B, Hq, Tq], the sink included
-  float *row_max, *row_log_sum, *row_entropy;  // [B, Hq, Tq], or null: no statistics
+  float *head_stats;                 // [4, Hq]: max logit, sums of entropy, ratio, sink mass; null: no statistics
+  int64_t *row_counts;               // [2]: rows counted, those with two keys or more
+  float *row_max, *row_log_sum, *row_entropy;  // [B, Hq, Tq], or null: no values of single rows
   int64_t *visible_keys;             // [1 or B, Tq], written for the first head
 
   const void *d_out;                 // strided like q

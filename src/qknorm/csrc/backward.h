@@ -104,13 +104,11 @@ static void prepare_queries(const QknormArgs &a, const BackwardPlan<Op> &plan, i
   }
   pack_across(plan.d_across + unit * QUERIES * Dvp, w.rows, Dvp, QUERIES, Dvp);
   pack_down(plan.d_down + unit * QUERIES * Dvp, w.rows, Dvp, QUERIES, Dvp);
-  if (a.query_ids && h == 0) plan.query_ranges[b * plan.query_blocks + qb] = id_range(a.query_ids + b * a.Tq + q0, n);
 }
 
 // A^T of a row-major block: [K][rows].
 static void transpose_rows(float *out, const float *in, int64_t ld, int64_t rows, int64_t K) {
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t k = 0; k < K; k++) out[k * rows + r] = in[r * ld + k];
+  transpose_words(out, rows, in, ld, rows, K);
 }
 static void transpose_rows(uint16_t *out, const float *in, int64_t ld, int64_t rows, int64_t K) {
   alignas(64) uint16_t narrow[512];
@@ -320,21 +318,35 @@ static void backward(const QknormArgs &a) {
   Arena arena{(char *)a.workspace};
   const BackwardPlan<Op> plan(a, arena);
   const int64_t heads = a.B * a.Hq, query_units = heads * plan.query_blocks;
-  for_units(query_units, a.threads,
-            [&](int64_t unit, int64_t thread) { prepare_queries<In, Op>(a, plan, unit, thread); });
-  if (a.sink && a.d_sink)
-    for (int64_t bh = 0; bh < heads; bh++) sink_gradient(a, plan, bh);
   memset(plan.dq_begun, 0, plan.splits * query_units);
-  for_units(a.B * a.Hk * plan.splits, a.threads, [&](int64_t unit, int64_t thread) {
-    const int64_t split = unit % plan.splits, bh = unit / plan.splits;
+  for (int64_t i = 0; a.query_ids && i < a.B * plan.query_blocks; i++) {
+    const int64_t b = i / plan.query_blocks, lo = i % plan.query_blocks * QUERIES;
+    plan.query_ranges[i] = id_range(a.query_ids + b * a.Tq + lo, std::min(QUERIES, a.Tq - lo));
+  }
+  const auto keys = [&](int64_t group, int64_t split, int64_t thread) {
     for (int64_t round = 0; round * plan.splits < plan.passes; round++) {
       // Back and forth, since under a causal mask early keys are seen by more queries.
       const int64_t pass = round * plan.splits + (round % 2 ? plan.splits - 1 - split : split);
-      if (pass < plan.passes) backward_keys<In, Op>(a, plan, bh / a.Hk, bh % a.Hk, pass, split, thread);
+      if (pass < plan.passes) backward_keys<In, Op>(a, plan, group / a.Hk, group % a.Hk, pass, split, thread);
     }
-  });
-  for_units(query_units, a.threads,
-            [&](int64_t unit, int64_t thread) { finish_queries<In, Op>(a, plan, unit, thread); });
+  };
+  const int64_t groups = a.B * a.Hk;
+  if (groups >= ENOUGH_GROUPS * a.threads && plan.splits == 1) {
+    const int64_t per_group = query_units / groups;
+    for_units(groups, a.threads, [&](int64_t group, int64_t thread) {
+      for (int64_t i = 0; i < per_group; i++) prepare_queries<In, Op>(a, plan, group * per_group + i, thread);
+      keys(group, 0, thread);
+      for (int64_t i = 0; i < per_group; i++) finish_queries<In, Op>(a, plan, group * per_group + i, thread);
+    });
+  } else {
+    for_units(query_units, a.threads,
+              [&](int64_t unit, int64_t thread) { prepare_queries<In, Op>(a, plan, unit, thread); });
+    for_units(groups * plan.splits, a.threads,
+              [&](int64_t unit, int64_t thread) { keys(unit / plan.splits, unit % plan.splits, thread); });
+    for_units(query_units, a.threads,
+              [&](int64_t unit, int64_t thread) { finish_queries<In, Op>(a, plan, unit, thread); });
+  }
+  for (int64_t bh = 0; a.sink && a.d_sink && bh < heads; bh++) sink_gradient(a, plan, bh);
 }
 
 template <class Op>

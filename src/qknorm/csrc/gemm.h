@@ -6,10 +6,10 @@
 // lie `panel` elements apart, 16 K unless said.
 #pragma once
 
-template <int NP>
+// MR rows by NP panels of sums stay in registers.
+template <int MR, int NP>
 static inline void gemm_rows_fp32(float *C, int64_t ldc, const float *A, int64_t lda, const float *B, int64_t panel,
                                   int64_t K, bool add) {
-  constexpr int MR = 4;
   Vec c[MR][NP];
   for (int i = 0; i < MR; i++)
     for (int j = 0; j < NP; j++) c[i][j] = add ? Vec::load(C + i * ldc + 16 * j) : Vec::set(0.0f);
@@ -30,26 +30,25 @@ static void gemm(float *C, int64_t ldc, const float *A, int64_t lda, const float
   panel = panel ? panel : 16 * K;
   const int64_t panels = N / 16;
 #if defined(QK_USE_AVX512)
-  constexpr int NP = 4;
-#else
-  constexpr int NP = 1;  // sixteen registers: 4 x 2 sums, the panel, the broadcast
-#endif
   for (int64_t p = 0; p < panels;) {
-    const int64_t n = panels - p >= NP ? NP : panels - p;
-    for (int64_t i = 0; i < M; i += 4) {
+    const int64_t n = std::min<int64_t>(4, panels - p), step = n > 2 ? 4 : 8;
+    for (int64_t i = 0; i < M; i += step) {
       float *c = C + i * ldc + 16 * p;
       const float *a = A + i * lda, *b = B + p * panel;
       switch (n) {
-        case 1: gemm_rows_fp32<1>(c, ldc, a, lda, b, panel, K, add); break;
-#if defined(QK_USE_AVX512)
-        case 2: gemm_rows_fp32<2>(c, ldc, a, lda, b, panel, K, add); break;
-        case 3: gemm_rows_fp32<3>(c, ldc, a, lda, b, panel, K, add); break;
-        default: gemm_rows_fp32<4>(c, ldc, a, lda, b, panel, K, add); break;
-#endif
+        case 1: gemm_rows_fp32<8, 1>(c, ldc, a, lda, b, panel, K, add); break;
+        case 2: gemm_rows_fp32<8, 2>(c, ldc, a, lda, b, panel, K, add); break;
+        case 3: gemm_rows_fp32<4, 3>(c, ldc, a, lda, b, panel, K, add); break;
+        default: gemm_rows_fp32<4, 4>(c, ldc, a, lda, b, panel, K, add); break;
       }
     }
     p += n;
   }
+#else  // sixteen registers: 4 x 2 sums, the panel, the broadcast
+  for (int64_t p = 0; p < panels; p++)
+    for (int64_t i = 0; i < M; i += 4)
+      gemm_rows_fp32<4, 1>(C + i * ldc + 16 * p, ldc, A + i * lda, lda, B + p * panel, panel, K, add);
+#endif
 }
 
 #if defined(QK_USE_AMX)

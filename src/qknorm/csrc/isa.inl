@@ -19,7 +19,9 @@ namespace QK_NAMESPACE {
 #include "gemm.h"
 #include "rows.h"
 #include "plan.h"
+#include "online.h"
 #include "forward.h"
+#include "decode.h"
 #include "backward.h"
 
 // bf16 products where the instruction set has them; otherwise bf16 and fp16 are multiplied as fp32,
@@ -30,13 +32,22 @@ using Bf16Op = uint16_t;
 using Bf16Op = float;
 #endif
 
+template <class In, class Op>
+static void choose_forward(const QknormArgs &a) {
+  DecodePlan<Op>::fits(a) ? decode<In, Op>(a) : forward<In, Op>(a);
+}
+template <class Op>
+static int64_t choose_workspace(const QknormArgs &a) {
+  return DecodePlan<Op>::fits(a) ? decode_workspace<Op>(a) : forward_workspace<Op>(a);
+}
+
 void run_forward(const QknormArgs &a) {
-  if (a.dtype == QK_FP32) forward<float, float>(a);
-  else if (a.dtype == QK_BF16) forward<Bf16, Bf16Op>(a);
-  else forward<Fp16, float>(a);
+  if (a.dtype == QK_FP32) choose_forward<float, float>(a);
+  else if (a.dtype == QK_BF16) choose_forward<Bf16, Bf16Op>(a);
+  else choose_forward<Fp16, float>(a);
 }
 int64_t workspace_forward(const QknormArgs &a) {
-  return a.dtype == QK_BF16 ? forward_workspace<Bf16Op>(a) : forward_workspace<float>(a);
+  return a.dtype == QK_BF16 ? choose_workspace<Bf16Op>(a) : choose_workspace<float>(a);
 }
 void run_backward(const QknormArgs &a) {
   if (a.dtype == QK_FP32) backward<float, float>(a);

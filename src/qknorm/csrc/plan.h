@@ -2,7 +2,10 @@
 #pragma once
 
 constexpr int64_t QUERY_BLOCK = 32;
-constexpr int64_t KEY_BLOCK = 128;  // of the forward pass; packing and id ranges share it
+
+// With this many key heads per thread a thread takes a key head through all steps, in its own cache and
+// without waiting for others in between.
+constexpr int64_t ENOUGH_GROUPS = 8;
 
 // Keys [lo, hi) that the token of one query may see by position.
 struct Positions {

@@ -141,19 +141,41 @@ static void norm_rope_backward(float *dy, const float *x, const NormRope &n, int
   for (; i < n.D; i++) dy[i] = inverse * (dy[i] - x[i] * inverse * mean);
 }
 
+// out[k * ld_out + r] = in[r * ld_in + k] for words of 32 bits; rows and K multiples of 8.
+static void transpose_words(float *out, int64_t ld_out, const float *in, int64_t ld_in, int64_t rows, int64_t K) {
+  for (int64_t r = 0; r < rows; r += 8)
+    for (int64_t k = 0; k < K; k += 8) {
+      const float *x = in + r * ld_in + k;
+      float *y = out + k * ld_out + r;
+      __m256 a[8], b[8];
+      for (int64_t i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(x + i * ld_in);
+      for (int64_t i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+      }
+      for (int64_t i = 0; i < 8; i += 4)
+        for (int64_t j = 0; j < 2; j++) {
+          a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
+          a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xee);
+        }
+      for (int64_t i = 0; i < 4; i++) {
+        _mm256_storeu_ps(y + i * ld_out, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_storeu_ps(y + (i + 4) * ld_out, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+      }
+    }
+}
+
 // `rows` rows [rows][ld] of fp32 as B with K along the row: panels of 16 rows.
 static void pack_across(float *out, const float *in, int64_t ld, int64_t rows, int64_t K) {
-  for (int64_t r = 0; r < rows; r += 16, out += 16 * K)
-    for (int64_t k = 0; k < K; k++)
-      for (int64_t i = 0; i < 16; i++) out[16 * k + i] = in[(r + i) * ld + k];
+  for (int64_t r = 0; r < rows; r += 16) transpose_words(out + r * K, 16, in + r * ld, ld, 16, K);
 }
 static void pack_across(uint16_t *out, const float *in, int64_t ld, int64_t rows, int64_t K) {
-  alignas(64) uint16_t narrow[16][512];
-  for (int64_t r = 0; r < rows; r += 16, out += 16 * K) {
+  alignas(64) uint16_t narrow[16][256];
+  for (int64_t r = 0; r < rows; r += 16) {
     for (int64_t i = 0; i < 16; i++)
       for (int64_t k = 0; k < K; k += 16) to_bf16(narrow[i] + k, Vec::load(in + (r + i) * ld + k));
-    for (int64_t k = 0; k < K; k += 2)
-      for (int64_t i = 0; i < 16; i++) memcpy(out + 16 * k + 2 * i, narrow[i] + k, 4);
+    // Pairs along K are words.
+    transpose_words((float *)(out + r * K), 16, (const float *)narrow, 128, 16, K / 2);
   }
 }
 

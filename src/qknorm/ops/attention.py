@@ -144,7 +144,5 @@ def attention(
 
 def run(call: Call, backend: str) -> Tensor | tuple[Tensor, Stats]:
     """Serve a checked call, with autocast off."""
-    out, rows = choose(backend, call.case()).run(call)
-    if rows is None:
-        return out
-    return out, Stats.from_rows(rows, keep_rows=call.stats == "rows")
+    out, found = choose(backend, call.case()).run(call)
+    return out if found is None else (out, found)

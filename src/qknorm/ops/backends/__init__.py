@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qknorm.ops.backends import cpu, reference, stock
 from qknorm.ops.backends.call import Call, Case
-from qknorm.ops.stats import Rows
+from qknorm.ops.stats import Stats
 from qknorm.spec import UnsupportedError
 
 
@@ -29,7 +29,7 @@ class Backend:
     purpose: str
     memory: str
     refuses: Callable[[Case], str | None]
-    run: Callable[[Call], tuple[Tensor, Rows | None]]
+    run: Callable[[Call], tuple[Tensor, Stats | None]]
 
 
 # Fastest first: `auto` takes the first that does not refuse.

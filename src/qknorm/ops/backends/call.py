@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qknorm.ops.stats import StatsRequest
+from qknorm.ops.stats import Rows, Stats, StatsRequest
 from qknorm.spec import Mask, Rope
 
 
@@ -27,6 +27,10 @@ class Call:
     sink_value: Tensor | None  # [Hq, Dv], the value of a sink token
     scale: float
     stats: StatsRequest
+
+    def reduce(self, rows: Rows | None) -> Stats | None:
+        """The statistics that were asked for, from the values of the rows."""
+        return None if rows is None else Stats.from_rows(rows, keep_rows=self.stats == "rows")
 
     def case(self) -> Case:
         """What a support table needs to know of it."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qknorm.ops.backends.call import Call, Case
 from qknorm.ops.backends.cpu_library import DTYPES, LIBRARY, ROPE, Args, Library
-from qknorm.ops.stats import Rows
+from qknorm.ops.stats import Rows, Stats, StatsRequest
 
 MAX_WIDTH = 256
 INT32_MAX = 2**31 - 1
@@ -34,26 +34,42 @@ def refuses(case: Case) -> str | None:
     return f"this machine ({LIBRARY})" if isinstance(LIBRARY, str) else None
 
 
-def attention(call: Call) -> tuple[Tensor, Rows | None]:
-    """out `[B, Hq, Tq, Dv]` in v's dtype, and the rows if statistics are asked for."""
+def attention(call: Call) -> tuple[Tensor, Stats | None]:
+    """out `[B, Hq, Tq, Dv]` in v's dtype, and the statistics if they are asked for."""
     cos, sin, layout = (None, None, None) if call.rope is None else _table(call)
     sink = None if call.sink_logit is None else call.sink_logit[:, 0]
     mask = call.mask
-    out, top, log_sum, entropy, keys = _CpuAttention.apply(
+    out, heads, counts, top, log_sum, entropy, keys = _CpuAttention.apply(
         *(call.q, call.k, call.v, call.q_gain, call.k_gain, sink),
         *(cos, sin, mask.documents, mask.key_padding, layout),
-        *(mask.causal, mask.window, call.eps, call.scale, bool(call.stats)),
+        *(mask.causal, mask.window, call.eps, call.scale, _WANTED[call.stats]),
     )
     if not call.stats:
         return out, None
-    return out, Rows(
-        max_logit=top,
-        log_sum=log_sum,
-        entropy_nats=entropy,
-        visible_keys=keys,
-        is_real=mask.real_queries(call.q.shape[2], call.k.shape[2], call.q.device),
-        sink_logit=None if sink is None else sink.detach()[:, None].expand(top.shape),
+    rows = None
+    if call.stats == "rows":
+        rows = Rows(
+            max_logit=top,
+            log_sum=log_sum,
+            entropy_nats=entropy,
+            visible_keys=keys,
+            is_real=mask.real_queries(call.q.shape[2], call.k.shape[2], call.q.device),
+            sink_logit=None if sink is None else sink.detach()[:, None].expand(top.shape),
+        )
+    return out, Stats(
+        max_logit=heads[0],
+        entropy_sum=heads[1],
+        ratio_sum=heads[2],
+        sink_sum=heads[3],
+        row_count=counts[0],
+        ratio_count=counts[1],
+        rows=rows,
     )
+
+
+# What `stats` of the C++ operator takes.
+_NONE, _HEADS, _ROWS = range(3)
+_WANTED: dict[StatsRequest, int] = {False: _NONE, True: _HEADS, "rows": _ROWS}
 
 
 def _table(call: Call) -> tuple[Tensor, Tensor, str]:
@@ -68,7 +84,7 @@ _OPTIONS = (
 )
 torch.library.define(
     "qknorm::cpu_forward",
-    f"({_INPUTS}, {_OPTIONS}, bool stats) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({_INPUTS}, {_OPTIONS}, int stats) -> ({', '.join(['Tensor'] * 8)})",
 )
 torch.library.define(
     "qknorm::cpu_backward",
@@ -82,15 +98,15 @@ class _CpuAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        out, lse, *rows = torch.ops.qknorm.cpu_forward(*arguments)
+        out, lse, *statistics = torch.ops.qknorm.cpu_forward(*arguments)
         inputs, options = arguments[:6], arguments[6:-1]
         ctx.save_for_backward(out, lse, *inputs, *options[:4])
         ctx.options = options[4:]
-        ctx.mark_non_differentiable(*rows)
-        return out, *rows
+        ctx.mark_non_differentiable(*statistics)
+        return out, *statistics
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, *rows: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor, *statistics: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 'the cpu backend has no second derivative (create_graph=True): use backend="reference"'
@@ -171,16 +187,35 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     shape = q.shape[:3]
     out = q.new_empty(*shape, v.shape[-1])
     lse = torch.empty(shape, dtype=torch.float32)
-    rows: list[Tensor] = [torch.empty(shape if stats else 0, dtype=torch.float32) for _ in range(3)]
-    per_row = q.shape[0] if args.key_ids else 1
-    keys = torch.zeros((per_row, shape[2]) if stats else 0, dtype=torch.int64)
     args.point(out=out, lse=lse)
+    heads, counts, rows, keys = _empty_statistics(
+        lse, shape[1], q.shape[0] if args.key_ids else 1, stats
+    )
     if stats:
+        args.point(head_stats=heads, row_counts=counts)
+    if stats == _ROWS:
         args.point(row_max=rows[0], row_log_sum=rows[1], row_entropy=rows[2], visible_keys=keys)
     if lse.numel():
         _library().run("forward", args)
+    elif stats:
+        counts.zero_()
+        heads.zero_()[0].fill_(-torch.inf)
     del keep
-    return out, lse, *rows, keys
+    return out, lse, heads, counts, *rows, keys
+
+
+def _empty_statistics(
+    lse: Tensor, heads: int, batch: int, stats: int
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    """Head statistics `[4, Hq]`, counts `[2]`, three values of each row and its keys `[batch, Tq]`;
+    empty where they are not asked for."""
+    rows = [torch.empty_like(lse) if stats == _ROWS else lse.new_empty(0) for _ in range(3)]
+    return (
+        lse.new_empty((4, heads) if stats else 0),
+        lse.new_empty(2 if stats else 0, dtype=torch.int64),
+        rows,
+        lse.new_zeros((batch, lse.shape[2]) if stats == _ROWS else 0, dtype=torch.int64),
+    )
 
 
 @torch.library.impl("qknorm::cpu_backward", "CPU")
@@ -212,10 +247,9 @@ def _backward(d_out: Tensor, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tens
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     q, v, stats = arguments[0], arguments[2], arguments[-1]
     masked = arguments[8] is not None or arguments[9] is not None
-    row = q.new_empty(q.shape[:3], dtype=torch.float32)
-    kept = [torch.empty_like(row) if stats else row.new_empty(0) for _ in range(3)]
-    keys = row.new_empty((q.shape[0] if masked else 1, q.shape[2]) if stats else 0, dtype=torch.int64)
-    return q.new_empty(*q.shape[:3], v.shape[-1]), row, *kept, keys
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    heads, counts, rows, keys = _empty_statistics(lse, q.shape[1], q.shape[0] if masked else 1, stats)
+    return q.new_empty(*q.shape[:3], v.shape[-1]), lse, heads, counts, *rows, keys
 
 
 @torch.library.register_fake("qknorm::cpu_backward")

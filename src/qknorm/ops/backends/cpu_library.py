@@ -41,6 +41,7 @@ class Args(ctypes.Structure):
         *((name, c_void_p) for name in ("q_gain", "k_gain", "cos", "sin")),
         ("rope_stride", c_int64),
         *((name, c_void_p) for name in ("query_ids", "key_ids", "sink", "out", "lse")),
+        *((name, c_void_p) for name in ("head_stats", "row_counts")),
         *((name, c_void_p) for name in ("row_max", "row_log_sum", "row_entropy", "visible_keys")),
         ("d_out", c_void_p),
         ("d_out_stride", _STRIDES),

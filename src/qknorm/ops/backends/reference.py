@@ -11,12 +11,12 @@ from torch import Tensor
 from qknorm import spec
 from qknorm.ops.backends.call import Call
 from qknorm.ops.norm_rope import qk_norm_rope
-from qknorm.ops.stats import Rows, amax
+from qknorm.ops.stats import Rows, Stats, amax
 from qknorm.spec import Mask
 
 
-def attention(call: Call) -> tuple[Tensor, Rows | None]:
-    """out `[B, Hq, Tq, Dv]` in v's dtype, and the rows if statistics are asked for."""
+def attention(call: Call) -> tuple[Tensor, Stats | None]:
+    """out `[B, Hq, Tq, Dv]` in v's dtype, and the statistics if they are asked for."""
     G = call.q.shape[1] // call.k.shape[1]
     wide = spec.compute_dtype(call.q.dtype)
     q_hat, k_hat = qk_norm_rope(
@@ -26,7 +26,7 @@ def attention(call: Call) -> tuple[Tensor, Rows | None]:
     logits = call.scale * (q_hat.to(wide) @ k_hat.mT)
     sink_value = None if call.sink_value is None else call.sink_value.to(wide)
     out, rows = attend(logits, v, call.mask, call.sink_logit, sink_value, stats=bool(call.stats))
-    return out.to(call.v.dtype), rows
+    return out.to(call.v.dtype), call.reduce(rows)
 
 
 def attend(

@@ -27,15 +27,15 @@ from qknorm.ops.backends.call import Call
 from qknorm.ops.blocks import Span, hides_within, spans
 from qknorm.ops.logit_stats import stream_rows
 from qknorm.ops.norm_rope import qk_norm_rope
-from qknorm.ops.stats import Rows
+from qknorm.ops.stats import Stats
 from qknorm.spec import Mask
 
 # Queries per block under a mask: large enough to keep the kernel busy, small enough for its mask.
 ROWS = 256
 
 
-def attention(call: Call) -> tuple[Tensor, Rows | None]:
-    """out `[B, Hq, Tq, Dv]` in v's dtype, and the rows if statistics are asked for."""
+def attention(call: Call) -> tuple[Tensor, Stats | None]:
+    """out `[B, Hq, Tq, Dv]` in v's dtype, and the statistics if they are asked for."""
     q_hat, k_hat = qk_norm_rope(
         call.q, call.k, q_gain=call.q_gain, k_gain=call.k_gain, eps=call.eps, rope=call.rope
     )
@@ -52,7 +52,7 @@ def attention(call: Call) -> tuple[Tensor, Rows | None]:
         call.scale,
     )
     rows = stream_rows(q_hat, k_hat, call.mask, call.scale, call.sink_logit) if call.stats else None
-    return out, rows
+    return out, call.reduce(rows)
 
 
 _MASK = "Tensor? documents, Tensor? key_padding, bool causal, int? window, float scale"
