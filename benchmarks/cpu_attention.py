@@ -3,7 +3,8 @@
     python benchmarks/cpu_attention.py [--quick] [--json] [--case C1 ...]
 
 Correctness first: every peer and ours are compared with the reference, and a case whose results
-differ prints no ratio. Then each is timed in turn, many rounds; a ratio is the median over rounds of
+differ prints no ratio. Then each is timed in turn, in an order drawn
+anew, many rounds; a ratio is the median over rounds of
 peer / ours, with its quartiles. Peers:
 
   a  eager RMSNorm + RoPE + F.scaled_dot_product_attention
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -262,13 +264,17 @@ def gate(c: Case, x: Inputs, calls: dict[str, Callable[[], Any]]) -> list[str]:
 
 
 def time_rounds(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Seconds of each call, round after round, until the time is spent; at least five rounds."""
+    """Seconds of each call, round after round, until the time is spent; at least five rounds. The order
+    within a round is drawn anew, since a call runs on the caches that the one before it left."""
+    order = list(calls.items())
+    draw = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     began = time.perf_counter()
     while len(times["ours"]) < 5 or time.perf_counter() - began < seconds:
-        for name, call in calls.items():
+        draw.shuffle(order)
+        for name, call in order:
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)

@@ -78,10 +78,17 @@ static void forward_block(const QknormArgs &a, const ForwardPlan<Op> &plan, int6
 template <class In, class Op>
 static void pack_block(Op *keys, Op *values, float *hats, const QknormArgs &a, int64_t b, int64_t h, int64_t lo,
                        int64_t n, int64_t key_block, int64_t Dp, int64_t Dvp) {
-  load_hats<In>(hats, a, false, b, h, lo, n, key_block, Dp);
-  pack_across(keys, hats, Dp, key_block, Dp);
-  load_values<In>(hats, a, b, h, lo, n, key_block, Dvp);
-  pack_down(values, hats, Dvp, key_block, Dvp);
+  const In *k = (const In *)a.k + b * a.k_stride[0] + h * a.k_stride[1] + lo * a.k_stride[2];
+  const In *v = (const In *)a.v + b * a.v_stride[0] + h * a.v_stride[1] + lo * a.v_stride[2];
+  const bool full = n == key_block, raw = !a.k_gain && !a.rope;
+  if (!(full && raw && a.D == Dp && copy_across(keys, k, a.k_stride[2], key_block, Dp))) {
+    load_hats<In>(hats, a, false, b, h, lo, n, key_block, Dp);
+    pack_across(keys, hats, Dp, key_block, Dp);
+  }
+  if (!(full && a.Dv == Dvp && copy_down(values, v, a.v_stride[2], key_block, Dvp))) {
+    load_values<In>(hats, a, b, h, lo, n, key_block, Dvp);
+    pack_down(values, hats, Dvp, key_block, Dvp);
+  }
 }
 
 template <class In, class Op>

@@ -186,17 +186,45 @@ static void pack_down(float *out, const float *in, int64_t ld, int64_t rows, int
 }
 #if defined(QK_USE_BF16)
 // Lanes of two rows side by side, as pairs along K: a0 b0 a1 b1 ...
-static inline void store_side_by_side(uint16_t *out, Vec a, Vec b) {
-  // cvtne2ps puts b's lanes above a's.
+static inline __m512i interleave(__m512i both) {  // a below, b above
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v);
-  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
+  return _mm512_permutexvar_epi16(_mm512_load_si512(order), both);
+}
+static inline void store_side_by_side(uint16_t *out, Vec a, Vec b) {
+  _mm512_storeu_si512(out, interleave((__m512i)_mm512_cvtne2ps_pbh(b.v, a.v)));
 }
 static void pack_down(uint16_t *out, const float *in, int64_t ld, int64_t rows, int64_t columns) {
   for (int64_t c = 0; c < columns; c += 16, out += 16 * rows)
     for (int64_t r = 0; r < rows; r += 2)
       store_side_by_side(out + 16 * r, Vec::load(in + r * ld + c), Vec::load(in + (r + 1) * ld + c));
+}
+#endif
+
+// Packing straight from memory, where nothing is computed on the way and the types allow it; false if not.
+template <class Op, class In>
+static bool copy_across(Op *, const In *, int64_t, int64_t, int64_t) {
+  return false;
+}
+template <class Op, class In>
+static bool copy_down(Op *, const In *, int64_t, int64_t, int64_t) {
+  return false;
+}
+#if defined(QK_USE_BF16)
+static bool copy_across(uint16_t *out, const Bf16 *in, int64_t ld, int64_t rows, int64_t K) {
+  if (ld % 2) return false;  // rows are read as words
+  for (int64_t r = 0; r < rows; r += 16)
+    transpose_words((float *)(out + r * K), 16, (const float *)(in + r * ld), ld / 2, 16, K / 2);
+  return true;
+}
+static bool copy_down(uint16_t *out, const Bf16 *in, int64_t ld, int64_t rows, int64_t columns) {
+  for (int64_t c = 0; c < columns; c += 16, out += 16 * rows)
+    for (int64_t r = 0; r < rows; r += 2) {
+      const __m256i a = _mm256_loadu_si256((const __m256i *)(in + r * ld + c));
+      const __m256i b = _mm256_loadu_si256((const __m256i *)(in + (r + 1) * ld + c));
+      _mm512_storeu_si512(out + 16 * r, interleave(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1)));
+    }
+  return true;
 }
 #endif
 
