@@ -160,12 +160,12 @@ static void absorb(const QknormArgs &a, const RowScratch<Op> &w, int64_t b, int6
     if (any(less(Vec::set(m_old), top))) {
       w.m[i] = m = largest(top);
       if (m_old != -INFINITY) {
-        const float shift = (m_old - m) * to_log2, shrink = std::exp2(shift);
+        const Vec shift = Vec::set((m_old - m) * to_log2), shrink = exp2(shift);
         const Vec l = Vec::load(w.l + 16 * i), t = Vec::load(w.t + 16 * i);
-        (Vec::set(shrink) * fma(l, Vec::set(shift), t)).store(w.t + 16 * i);
-        (Vec::set(shrink) * l).store(w.l + 16 * i);
+        (shrink * fma(l, shift, t)).store(w.t + 16 * i);
+        (shrink * l).store(w.l + 16 * i);
         float *o = w.o + i * Dvp;
-        for (int64_t c = 0; c < Dvp; c += 16) (Vec::load(o + c) * Vec::set(shrink)).store(o + c);
+        for (int64_t c = 0; c < Dvp; c += 16) (Vec::load(o + c) * shrink).store(o + c);
       }
     }
     const float origin = m == -INFINITY ? 0.0f : -m * to_log2;
