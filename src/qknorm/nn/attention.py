@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, C model width, Hq / Hk heads, D head width.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,16 @@ class AttentionConfig:
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
 
+class Observer(Protocol):
+    """Takes note of the statistics of a layer, see `Attention.observer`."""
+
+    def wants(self) -> bool:
+        """Whether this call is to be observed."""
+
+    def add(self, q: Tensor, k: Tensor, stats: Stats) -> None:
+        """One call: q and k before the norm, and the statistics of the attention."""
+
+
 class Attention(MarkedModule):
     """Fused qkv projection, QK-norm, RoPE, attention with a sink, optional gate, output projection.
 
@@ -98,6 +108,8 @@ class Attention(MarkedModule):
     sink_logit: Parameter | None
     sink_key: Parameter | None
     sink_value: Parameter | None
+    # Who watches this layer. Watching changes no bit of the result.
+    observer: Observer | None = None
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
@@ -168,11 +180,15 @@ class Attention(MarkedModule):
         if c.window is not None:
             window = c.window if mask.window is None else min(c.window, mask.window)
             mask = Mask(mask.causal, window, mask.documents, mask.key_padding)
-        out, found = self.attend(q, k, v, rope=rope, mask=mask, cache=cache, stats=stats)
+        observer = self.observer if self.observer is not None and self.observer.wants() else None
+        wanted = stats or observer is not None
+        out, found = self.attend(q, k, v, rope=rope, mask=mask, cache=cache, stats=wanted)
+        if observer is not None and found is not None:
+            observer.add(q, k, found)
         out = out.transpose(1, 2).reshape(B, T, Hq * D)
         if self.gate is not None:
             out = out * torch.sigmoid(self.gate(x))
-        return self.out(out), found
+        return self.out(out), found if stats else None
 
     def logit_bound(self, rope: Rope | None = None, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """The largest |logit| that the gains allow, `[Hq]`; None without a norm.

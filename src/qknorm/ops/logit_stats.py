@@ -29,7 +29,7 @@ HIDDEN = -800.0
 
 
 @contextmanager
-def _full_precision_matmul() -> Iterator[None]:
+def full_precision_matmul() -> Iterator[None]:
     """Statistics stay exact when the user lets fp32 products round (TF32, bf16)."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -73,7 +73,7 @@ def _logit_stats(
     visible_keys = torch.zeros(per_row, Tq, dtype=torch.int64, device=device)
 
     rows = max(1, min(Tq, SCORE_BUDGET // max(1, B * Hq * min(KEY_BLOCK, Tk))))
-    with torch.no_grad(), _full_precision_matmul():
+    with torch.no_grad(), full_precision_matmul():
         for span in spans(mask, Tq, Tk, rows):
             queries = (span.q_lo, span.q_hi)
             n = span.q_hi - span.q_lo

@@ -1,0 +1,101 @@
+"""One attention layer under observation: its name, its buffers, and what its tap reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from qknorm.monitor.measure import new_buffer
+from qknorm.ops import Stats
+
+# Set on a module while it is observed. A plain attribute: no hook, which a compiled model may never run.
+ATTRIBUTE = "_qknorm_layer"
+
+
+@dataclass(eq=False)
+class Switch:
+    """Shared by the layers of one monitor: whether this step is observed, and how."""
+
+    on: bool = True
+    rows: int | None = None
+
+
+@dataclass(eq=False)
+class Layer:
+    """Where a tap puts what it sees.
+
+    Attributes:
+        name: the module's path in the model.
+        tap: which kind of tap serves it.
+        heads: Hq of this rank.
+        kv_heads: Hk of this rank.
+        buffers: training and evaluation, see `measure.FIELDS`; made at the first call.
+        exact: False once rows were sampled.
+        trouble: why a call could not be measured.
+    """
+
+    name: str
+    module: nn.Module
+    tap: str
+    switch: Switch
+    heads: int = 0
+    kv_heads: int = 0
+    scale: float | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    exact: bool = True
+    trouble: str | None = None
+
+    def observe(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        mask: Tensor | None = None,
+        sink: Tensor | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """Add one call: q `[B, Hq, Tq, D]` and k `[B, Hk, Tk, D]` as they enter the product."""
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        rows = self.switch.rows
+        if rows is not None and rows < q.shape[2]:
+            self.exact = False
+        torch.ops.qknorm.monitor_observe(
+            self.buffer(q, k, scale),
+            q.detach(),
+            k.detach(),
+            mask,
+            sink,
+            causal,
+            window,
+            scale,
+            softcap,
+            rows,
+        )
+
+    def wants(self) -> bool:
+        """Whether this step is observed."""
+        return self.switch.on
+
+    def add(self, q: Tensor, k: Tensor, stats: Stats) -> None:
+        """Statistics from a fused pass over q and k, which are seen before norm and RoPE."""
+        torch.ops.qknorm.monitor_add(
+            self.buffer(q, k, None),
+            q.detach(),
+            k.detach(),
+            stats.max_logit,
+            torch.stack((stats.entropy_sum, stats.ratio_sum, stats.sink_sum)),
+            torch.stack((stats.row_count, stats.ratio_count)),
+        )
+
+    def buffer(self, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+        """The buffer of the phase that the module is in."""
+        phase = "train" if self.module.training else "eval"
+        if phase not in self.buffers:
+            self.heads, self.kv_heads, self.scale = q.shape[1], k.shape[1], scale
+            self.buffers[phase] = new_buffer(q.shape[1], q.device)
+        return self.buffers[phase]

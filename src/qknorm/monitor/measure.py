@@ -1,0 +1,278 @@
+"""What is measured at one call of attention, from q and k as they enter the product.
+
+One operator, `qknorm::monitor_observe`, adds to a layer's buffer in place: to a compiled graph it is one
+opaque node, and nothing of it reaches autograd.
+
+Shapes: B batch, Tq / Tk tokens, Hq / Hk heads, G = Hq / Hk, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qknorm import spec
+from qknorm.ops.logit_stats import full_precision_matmul
+
+# Scores held at once: 4 MiB in fp32.
+SCORE_BUDGET = 1 << 20
+
+# Rows of a buffer `[len(FIELDS), Hq]`. The first is a maximum, the others are sums. Those of k hold one
+# value per key head in their first Hk columns.
+FIELDS = (
+    "max_logit",
+    "entropy",
+    "ratio",
+    "sink",
+    "first",
+    "rows",
+    "ratio_rows",
+    "q_rms",
+    "q_rms_square",
+    "q_rows",
+    "k_rms",
+    "k_rms_square",
+    "k_rows",
+)
+FIELD = {name: i for i, name in enumerate(FIELDS)}
+
+
+def new_buffer(heads: int, device: torch.device) -> Tensor:
+    """An empty buffer: -inf for the maximum, zeros for the sums. fp64 where the device has it."""
+    buffer = torch.zeros(
+        len(FIELDS), heads, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
+    )
+    return clear_(buffer)
+
+
+def clear_(buffer: Tensor) -> Tensor:
+    """Empty it in place."""
+    buffer.zero_()[0].fill_(-torch.inf)
+    return buffer
+
+
+torch.library.define(
+    "qknorm::monitor_observe",
+    "(Tensor(a!) buffer, Tensor q, Tensor k, Tensor? mask, Tensor? sink, bool causal, int? window, "
+    "float scale, float? softcap, int? rows) -> ()",
+)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: a forward now is a recomputation under activation checkpointing, and
+    was counted the first time."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@torch.library.impl("qknorm::monitor_observe", "CompositeExplicitAutograd")
+def _observe(
+    buffer: Tensor,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    rows: int | None,
+) -> None:
+    if in_backward() or q.numel() == 0 or k.numel() == 0:
+        return
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False), full_precision_matmul():
+        view = View(q.shape[2], k.shape[2], mask, causal, window, q.device)
+        _add_logits(buffer, q, k, view, sink, scale, softcap, rows)
+        _add_rms(buffer, "q", q, view.real)
+        _add_rms(buffer, "k", k, view.real if q.shape[2] == k.shape[2] else None)
+
+
+@torch.library.register_fake("qknorm::monitor_observe")
+def _(
+    buffer: Tensor,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    rows: int | None,
+) -> None:
+    return None
+
+
+torch.library.define(
+    "qknorm::monitor_add",
+    "(Tensor(a!) buffer, Tensor q, Tensor k, Tensor max_logit, Tensor sums, Tensor counts) -> ()",
+)
+
+
+@torch.library.impl("qknorm::monitor_add", "CompositeExplicitAutograd")
+def _add(buffer: Tensor, q: Tensor, k: Tensor, max_logit: Tensor, sums: Tensor, counts: Tensor) -> None:
+    """Statistics that a fused pass has computed: sums `[3, Hq]` of entropy, ratio and sink mass, counts
+    `[2]`. Whose q and k are not padding it does not say: their RMS is over all tokens."""
+    if in_backward():
+        return
+    with torch.no_grad():
+        buffer[0] = torch.maximum(buffer[0], max_logit.to(buffer.dtype))
+        buffer[FIELD["entropy"] : FIELD["sink"] + 1] += sums
+        buffer[FIELD["rows"]] += counts[0]
+        buffer[FIELD["ratio_rows"]] += counts[1]
+        _add_rms(buffer, "q", q, None)
+        _add_rms(buffer, "k", k, None)
+
+
+@torch.library.register_fake("qknorm::monitor_add")
+def _(buffer: Tensor, q: Tensor, k: Tensor, max_logit: Tensor, sums: Tensor, counts: Tensor) -> None:
+    return None
+
+
+class Block(NamedTuple):
+    """The view of some queries on the keys [0, hi)."""
+
+    hi: int
+    visible: Tensor  # bool [B or 1, H or 1, n, hi]
+    bias: Tensor | None  # float, the same
+
+
+class View:
+    """Which keys a query sees, whatever form the mask came in.
+
+    Args:
+        mask: None, bool (True: visible), or additive, broadcastable to `[B, Hq, Tq, Tk]`. An additive
+            entry at or below half the lowest number of its dtype hides the pair.
+        causal, window: as in `Mask`, beside the mask.
+
+    Attributes:
+        real: bool `[B or 1, Tq]`: the query sees its own token, so that it is not padding. With
+            Tq != Tk nothing is known of that, and it is None.
+        first: `[B or 1, H or 1, Tq]`: the first key that a query sees.
+    """
+
+    def __init__(
+        self,
+        Tq: int,
+        Tk: int,
+        mask: Tensor | None,
+        causal: bool,
+        window: int | None,
+        device: torch.device,
+    ) -> None:
+        self.Tq, self.Tk = Tq, Tk
+        self.causal, self.window = causal, window
+        self.tokens = torch.arange(Tq, device=device) + (Tk - Tq)
+        self.mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
+        self.real: Tensor | None = None
+        if self.mask is None:
+            self.first = (self.tokens - (window or Tk) + 1).clamp(min=0)[None, None]
+            if Tq == Tk:
+                self.real = torch.ones(1, Tq, dtype=torch.bool, device=device)
+        else:
+            seen = self.block(torch.arange(Tq)).visible
+            self.first = seen.int().argmax(-1)
+            if Tq == Tk:
+                self.real = seen.diagonal(dim1=2, dim2=3).any(1)
+
+    def block(self, queries: Tensor) -> Block:
+        """What some queries see, ascending indices on the CPU, and the bias on it."""
+        limited = self.causal or self.window is not None
+        reach = 1 if self.causal or self.window is None else self.window
+        hi = min(self.Tk, int(queries[-1]) + self.Tk - self.Tq + reach) if limited else self.Tk
+        queries = queries.to(self.tokens.device)
+        tokens = self.tokens[queries]
+        bias = None
+        if self.mask is None:
+            visible = torch.ones(1, 1, len(tokens), hi, dtype=torch.bool, device=tokens.device)
+        else:
+            rows = self.mask if self.mask.shape[2] == 1 else self.mask[:, :, queries]
+            rows = rows.expand(-1, -1, len(tokens), self.Tk)[..., :hi]
+            if rows.dtype == torch.bool:
+                visible = rows
+            else:
+                visible, bias = rows > torch.finfo(rows.dtype).min / 2, rows
+        if limited:
+            distance = tokens[:, None] - torch.arange(hi, device=tokens.device)
+            if self.causal:
+                visible = visible & (distance >= 0)
+            if self.window is not None:
+                visible = visible & (distance < self.window) & (distance > -self.window)
+        return Block(hi, visible, bias)
+
+
+def _add_logits(
+    buffer: Tensor,
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    view: View,
+    sink: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    rows: int | None,
+) -> None:
+    """Blocks of queries against all keys that they may see."""
+    B, Hq, Tq, _ = q_BHTD.shape
+    Hk, Tk = k_BHTD.shape[1:3]
+    wide = spec.compute_dtype(q_BHTD.dtype)
+    queries = torch.arange(Tq)  # on the CPU, whose values are known without waiting for a device
+    if rows is not None and rows < Tq:
+        queries = torch.linspace(0, Tq - 1, rows).round().long()
+    step = max(1, SCORE_BUDGET // (B * Hq * Tk))
+    # A key at which a document starts: it is the first that its own query sees.
+    starts = view.first == view.tokens if view.Tq == Tk else None
+    for some in queries.split(step):
+        hi, visible, bias = view.block(some)
+        part, n = some.to(q_BHTD.device), len(some)
+        grouped = q_BHTD[:, :, part].to(wide).reshape(B, Hk, Hq // Hk * n, -1)
+        s = (grouped @ k_BHTD[:, :, :hi].to(wide).mT).view(B, Hq, n, hi).mul_(scale)
+        if softcap is not None:
+            s = s.div_(softcap).tanh_().mul_(softcap)
+        if bias is not None:
+            s = s + bias
+        s = s.masked_fill(~visible, -torch.inf)
+        seen = visible.any(-1).expand(B, Hq, n)
+        counted = seen if view.real is None else seen & view.real[:, None, part]
+        keys = visible.sum(-1).expand(B, Hq, n)
+
+        m = s.amax(-1)
+        origin = torch.where(m == -torch.inf, 0.0, m)[..., None]
+        first = view.first[:, :, part].expand(B, Hq, n)
+        first_logit = s.gather(-1, first.clamp(max=hi - 1)[..., None])[..., 0]
+        s = (s - origin).clamp_(min=-800.0)  # exp is 0 there, and 0 * -800 is 0
+        p = s.exp()
+        l = p.sum(-1)  # noqa: E741 - the name of the literature
+        log_sum = l.log()
+        entropy = (log_sum - (p * s).sum(-1) / l).clamp_(min=0.0)
+        sink_mass = (
+            torch.zeros_like(m) if sink is None else torch.sigmoid(sink[:, None].to(m) - m - log_sum)
+        )
+        first_mass = (first_logit - origin[..., 0] - log_sum).exp() * (1 - sink_mass)
+        if starts is not None:
+            started = starts.expand(B, Hq, Tq).gather(-1, first)
+            first_mass = torch.where(started, first_mass, 0.0)
+        choice = counted & (keys > 1)
+        ratio = entropy / keys.clamp(min=2).to(wide).log()
+
+        top = torch.where(counted, m, -torch.inf).transpose(0, 1).flatten(1).amax(-1)
+        buffer[0] = torch.maximum(buffer[0], top)
+        sums = {"entropy": entropy, "sink": sink_mass, "first": first_mass}
+        for name, x in sums.items():
+            buffer[FIELD[name]] += torch.where(counted, x, 0.0).sum((0, 2), dtype=buffer.dtype)
+        buffer[FIELD["ratio"]] += torch.where(choice, ratio, 0.0).sum((0, 2), dtype=buffer.dtype)
+        buffer[FIELD["rows"]] += counted.sum((0, 2))
+        buffer[FIELD["ratio_rows"]] += choice.sum((0, 2))
+
+
+def _add_rms(buffer: Tensor, name: str, x_BHTD: Tensor, real: Tensor | None) -> None:
+    """Root mean square of each vector of real tokens: sum, sum of squares, count, per head."""
+    B, H, T, _ = x_BHTD.shape
+    square = x_BHTD.to(spec.compute_dtype(x_BHTD.dtype)).square().mean(-1)
+    if real is None:
+        real = torch.ones(1, T, dtype=torch.bool, device=x_BHTD.device)
+    real = real[:, None].expand(B, H, T)
+    at = FIELD[f"{name}_rms"]
+    buffer[at, :H] += torch.where(real, square.sqrt(), 0.0).sum((0, 2), dtype=buffer.dtype)
+    buffer[at + 1, :H] += torch.where(real, square, 0.0).sum((0, 2), dtype=buffer.dtype)
+    buffer[at + 2, :H] += real.sum((0, 2))

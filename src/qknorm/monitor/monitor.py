@@ -1,0 +1,203 @@
+"""The monitor: attach it to a model, call `step()` after each optimizer step, read records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from qknorm.monitor.gains import gain_and_bound
+from qknorm.monitor.layer import ATTRIBUTE, Layer, Switch
+from qknorm.monitor.measure import FIELD, clear_
+from qknorm.monitor.record import LayerRecord, Record, layer_record
+from qknorm.monitor.reduce import Key, Part, Place, Reducer
+from qknorm.monitor.taps import TAPS
+
+Sink = Callable[[Record], None]
+
+
+class Monitor:
+    """Max logit and entropy of every attention layer of a model, without changing what it computes.
+
+    Made by `attach`, undone by `detach`; also a context manager. Between calls of `step()` everything
+    that the model computes in training mode makes one record, so gradient accumulation needs no care;
+    what it computes in evaluation mode makes a record of its own.
+
+        monitor = Monitor.attach(model, every=10)
+        for batch in data:
+            ...
+            optimizer.step()
+            for record in monitor.step():
+                print(record.step, record.max_logit)
+    """
+
+    def __init__(
+        self,
+        layers: dict[str, Layer],
+        switch: Switch,
+        undo: list[Callable[[], None]],
+        *,
+        every: int,
+        reducer: Reducer,
+        heads_offset: Callable[[str, int], int] | None,
+        to: Iterable[Sink],
+    ) -> None:
+        self.layers = layers
+        self.every = every
+        self.step_count = 0
+        self.to = list(to)
+        self._switch, self._undo = switch, undo
+        self._reducer, self._offset = reducer, heads_offset
+
+    @classmethod
+    def attach(
+        cls,
+        model: nn.Module,
+        *,
+        every: int = 10,
+        rows: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        tensor_parallel: dist.ProcessGroup | None = None,
+        to: Iterable[Sink] = (),
+    ) -> Monitor:
+        """Observe every attention layer of the model that a tap serves.
+
+        Args:
+            model: holds `qknorm.nn.Attention`, Hugging Face attention, `nn.MultiheadAttention`, or
+                modules that call `F.scaled_dot_product_attention`. A compiled model is compiled anew.
+            every: steps between observed ones; 1 for all.
+            rows: look at this many evenly spaced queries of each sequence instead of all; records then
+                say "sampled". Layers of `qknorm.nn` are always exact.
+            group: the ranks whose layers, heads and tokens make up the model; all if None.
+            tensor_parallel: the ranks among which heads are split, in the order of the heads.
+            to: called with every record on every rank.
+
+        Raises:
+            ValueError: no layer has a tap, the model is watched already, or an option makes no sense.
+        """
+        if every < 1:
+            raise ValueError(f"every must be at least 1 step; got {every}")
+        if rows is not None and rows < 1:
+            raise ValueError(f"rows must be at least 1, or None for all; got {rows}")
+        switch = Switch(rows=rows)
+        layers: dict[str, Layer] = {}
+        undo: list[Callable[[], None]] = []
+        for name, module in model.named_modules():
+            if ATTRIBUTE in module.__dict__:
+                raise ValueError(f"{name or type(model).__name__} is watched already: detach that first")
+            tap = next((tap for tap in TAPS if tap.serves(module)), None)
+            if tap is not None:
+                name = name.removeprefix("_orig_mod.")
+                layers[name] = Layer(name=name, module=module, tap=tap.NAME, switch=switch)
+        if not layers and not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                f"{type(model).__name__} has no attention that can be watched: no qknorm.nn.Attention, "
+                "Hugging Face attention, nn.MultiheadAttention, or a module that calls "
+                "F.scaled_dot_product_attention"
+            )
+        taps = {tap.NAME: tap for tap in TAPS}
+        for layer in layers.values():
+            layer.module.__dict__[ATTRIBUTE] = layer
+            undo.append(taps[layer.tap].install(layer))
+        # What is compiled already would go on without us.
+        torch.compiler.reset()
+        offset = None
+        if tensor_parallel is not None:
+            rank = dist.get_rank(tensor_parallel)
+
+            def offset(_: str, heads: int) -> int:
+                return rank * heads
+
+        reducer = Reducer(group)
+        return cls(layers, switch, undo, every=every, reducer=reducer, heads_offset=offset, to=to)
+
+    def detach(self) -> None:
+        """Leave the model as it was found. Records end."""
+        for undo in self._undo:
+            undo()
+        for layer in self.layers.values():
+            layer.module.__dict__.pop(ATTRIBUTE, None)
+        if self._undo:
+            torch.compiler.reset()
+        self._undo = []
+        self._switch.on = False
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    @property
+    def is_observing(self) -> bool:
+        """Whether the current step is observed."""
+        return self._switch.on
+
+    def step(self) -> list[Record]:
+        """End a step, on every rank. Returns its records: none if it was not observed."""
+        records = self._collect() if self._switch.on else []
+        self.step_count += 1
+        self._switch.on = bool(self._undo) and self.step_count % self.every == 0
+        for record in records:
+            for send in self.to:
+                send(record)
+        return records
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {"step_count": self.step_count, "every": self.every}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` ended; `every` may differ."""
+        self.step_count = int(state["step_count"])
+        self._switch.on = bool(self._undo) and self.step_count % self.every == 0
+
+    def _collect(self) -> list[Record]:
+        parts: dict[Key, Part] = {}
+        device = torch.device("cpu")
+        for layer in self.layers.values():
+            for phase, buffer in layer.buffers.items():
+                device = buffer.device
+                q = k = 0
+                if self._offset is not None:
+                    q, k = (self._offset(layer.name, n) for n in (layer.heads, layer.kv_heads))
+                place = Place(q, layer.heads, k, layer.kv_heads)
+                parts[Key(layer.name, phase)] = Part(buffer=buffer, place=place)
+        merged = self._reducer.reduce(parts, device)
+        by_phase: dict[str, dict[str, LayerRecord]] = {"train": {}}
+        for (name, phase), (buffer, kv_heads) in merged.items():
+            if buffer[FIELD["rows"]].sum() > 0:
+                by_phase.setdefault(phase, {})[name] = self._record(name, buffer, kv_heads)
+        for layer in self.layers.values():
+            for buffer in layer.buffers.values():
+                clear_(buffer)
+        records = []
+        for phase, found in by_phase.items():
+            if found or phase == "train":
+                silent = {
+                    name: layer.trouble or "its tap saw no call"
+                    for name, layer in self.layers.items()
+                    if name not in found
+                }
+                if phase == "train" and not found and any(by_phase.values()):
+                    continue  # this step only evaluated
+                records.append(Record(step=self.step_count, phase=phase, layers=found, silent=silent))
+        return records
+
+    def _record(self, name: str, buffer: torch.Tensor, kv_heads: int) -> LayerRecord:
+        layer = self.layers.get(name)
+        gain_max, bound = None, None
+        if layer is not None:
+            gain_max, bound = gain_and_bound(layer.module, layer.heads, layer.kv_heads, layer.scale)
+        return layer_record(
+            buffer,
+            kv_heads,
+            has_sink=bool(buffer[FIELD["sink"]].any()),
+            is_fused=layer is not None and layer.tap == "qknorm",
+            is_exact=layer is None or layer.exact,
+            gain_max=gain_max,
+            bound=bound,
+        )

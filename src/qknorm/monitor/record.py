@@ -1,0 +1,128 @@
+"""One record: the statistics of every layer at one step, in plain numbers. SCHEMA names its version."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from qknorm.monitor.measure import FIELD
+
+SCHEMA = 1
+Coverage = Literal["exact", "sampled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRecord:
+    """One layer. Lists hold one value per query head, those of k one per key head.
+
+    Attributes:
+        max_logit: the largest visible logit, as it enters the softmax (soft-cap and bias included).
+        entropy_nats: mean over rows of the entropy of the softmax over the keys.
+        entropy_ratio: the same divided by ln(visible keys), over rows with two keys or more.
+        sink_mass: mean probability of the sink; None without one.
+        first_mass: mean probability of the first token of the sequence or document; None where the fused
+            pass does not tell.
+        q_rms, k_rms: mean over tokens of the root mean square of q and k.
+        q_rms_cv, k_rms_cv: its standard deviation divided by its mean.
+        gain_max: largest |gain| of q and of k, where there is a norm.
+        bound: the largest |logit| that the gains allow, where there is a norm.
+        coverage: "exact": over all rows; "sampled": over evenly spaced ones.
+        rms_of: "product": q and k as they are multiplied; "projection": before norm and RoPE.
+        rows: rows counted, per head.
+    """
+
+    max_logit: list[float]
+    entropy_nats: list[float]
+    entropy_ratio: list[float]
+    sink_mass: list[float] | None
+    first_mass: list[float] | None
+    q_rms: list[float]
+    q_rms_cv: list[float]
+    k_rms: list[float]
+    k_rms_cv: list[float]
+    gain_max: tuple[float, float] | None
+    bound: float | None
+    coverage: Coverage
+    rms_of: Literal["product", "projection"]
+    rows: int
+
+    @property
+    def top(self) -> float:
+        """The largest logit of the layer."""
+        return worst(self.max_logit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one step of one phase showed.
+
+    Attributes:
+        step: the optimizer step, from 0.
+        phase: "train" or "eval".
+        layers: by module path.
+        silent: layers that sent nothing in this step, though they have a tap, and why if it is known.
+    """
+
+    step: int
+    phase: str
+    layers: dict[str, LayerRecord]
+    silent: dict[str, str] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def max_logit(self) -> float:
+        """The largest logit of the model; -inf if nothing was seen."""
+        return worst([layer.top for layer in self.layers.values()])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values. NaN and infinities stay; the writer of the file encodes them."""
+        return asdict(self)
+
+
+def worst(values: list[float]) -> float:
+    """The maximum, NaN if any is NaN, -inf of none."""
+    return math.nan if any(math.isnan(v) for v in values) else max(values, default=-math.inf)
+
+
+def layer_record(
+    buffer: Tensor,
+    kv_heads: int,
+    *,
+    has_sink: bool,
+    is_fused: bool,
+    is_exact: bool,
+    gain_max: tuple[float, float] | None,
+    bound: float | None,
+) -> LayerRecord:
+    """From a buffer of sums, see `measure.FIELDS`, on the CPU."""
+
+    def mean(name: str, count: str) -> list[float]:
+        return (buffer[FIELD[name]] / buffer[FIELD[count]]).tolist()
+
+    def spread(name: str, heads: int) -> tuple[list[float], list[float]]:
+        total, square, count = buffer[FIELD[f"{name}_rms"] : FIELD[f"{name}_rms"] + 3, :heads]
+        mean_rms = total / count
+        variance = (square / count - mean_rms.square()).clamp(min=0.0)
+        return mean_rms.tolist(), (variance.sqrt() / mean_rms).tolist()
+
+    q_rms, q_cv = spread("q", buffer.shape[1])
+    k_rms, k_cv = spread("k", kv_heads)
+    return LayerRecord(
+        max_logit=buffer[0].tolist(),
+        entropy_nats=mean("entropy", "rows"),
+        entropy_ratio=mean("ratio", "ratio_rows"),
+        sink_mass=mean("sink", "rows") if has_sink else None,
+        first_mass=None if is_fused else mean("first", "rows"),
+        q_rms=q_rms,
+        q_rms_cv=q_cv,
+        k_rms=k_rms,
+        k_rms_cv=k_cv,
+        gain_max=gain_max,
+        bound=bound,
+        coverage="exact" if is_exact else "sampled",
+        rms_of="projection" if is_fused else "product",
+        rows=int(buffer[FIELD["rows"]].max()),
+    )

@@ -1,0 +1,117 @@
+"""From the buffers of this rank to those of the whole model: two collectives for any number of layers.
+
+Ranks may hold other layers (pipeline), other heads (tensor parallel), other tokens (data parallel), or
+nothing at all: all of them join in. The layout is agreed on once, and again when a rank finds that its
+own has changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qknorm.monitor.measure import FIELD, FIELDS
+
+FIRST_OF_K = FIELD["k_rms"]
+
+
+class Key(NamedTuple):
+    """One buffer of the model."""
+
+    layer: str
+    phase: str
+
+
+class Place(NamedTuple):
+    """The heads [q, q + heads) and [k, k + kv_heads) of a layer that a rank holds."""
+
+    q: int
+    heads: int
+    k: int
+    kv_heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A buffer `[len(FIELDS), heads]` and which heads it covers."""
+
+    buffer: Tensor
+    place: Place
+
+
+class Reducer:
+    """Merges parts over a process group; without one it passes them on.
+
+    Args:
+        group: the ranks that join; None for all, if torch.distributed runs.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.layout: dict[Key, Place] = {}  # of the whole model
+        self.mine: dict[Key, Place] | None = None
+        self.stale = True
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is anyone to merge with."""
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
+
+    def reduce(self, parts: dict[Key, Part], device: torch.device) -> dict[Key, tuple[Tensor, int]]:
+        """Each buffer of the model, on the CPU in fp64, and its number of key heads."""
+        if not self.is_distributed:
+            return {key: (p.buffer.cpu().double(), p.place.kv_heads) for key, p in parts.items()}
+        mine = {key: part.place for key, part in parts.items()}
+        if self.stale:
+            self._agree(mine)
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        maxima, sums = [], [torch.tensor([float(mine != self.mine)], dtype=wide, device=device)]
+        for key, place in self.layout.items():
+            total = torch.zeros(len(FIELDS), place.heads, dtype=wide, device=device)
+            total[0] = -torch.inf
+            part = parts.get(key)
+            if part is not None and key in (self.mine or {}):
+                q, heads, k, kv_heads = part.place
+                total[:FIRST_OF_K, q : q + heads] = part.buffer[:FIRST_OF_K].to(wide)
+                total[FIRST_OF_K:, k : k + kv_heads] = part.buffer[FIRST_OF_K:, :kv_heads].to(wide)
+            # NaN does not survive every MAX; it does survive a sum.
+            maxima.append(total[0].nan_to_num(nan=torch.inf, neginf=-torch.inf, posinf=torch.inf))
+            sums += [total[0].isnan().to(wide), total[1:].flatten()]
+        packed_sums = torch.cat(sums)
+        if maxima:
+            packed_maxima = torch.cat(maxima)
+            dist.all_reduce(packed_maxima, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(packed_sums, dist.ReduceOp.SUM, group=self.group)
+        self.stale = bool(packed_sums[0] > 0)  # somebody's layout is new: agree again next time
+        return self._unpack(packed_maxima.cpu() if maxima else packed_sums[:0], packed_sums[1:].cpu())
+
+    def _agree(self, mine: dict[Key, Place]) -> None:
+        gathered: list[dict[Key, Place]] = [{}] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, mine, group=self.group)
+        layout: dict[Key, Place] = {}
+        for one in gathered:
+            for key, place in one.items():
+                known = layout.get(key, Place(0, 0, 0, 0))
+                layout[key] = Place(
+                    0,
+                    max(known.heads, place.q + place.heads),
+                    0,
+                    max(known.kv_heads, place.k + place.kv_heads),
+                )
+        self.layout = dict(sorted(layout.items()))
+        self.mine = mine
+
+    def _unpack(self, maxima: Tensor, sums: Tensor) -> dict[Key, tuple[Tensor, int]]:
+        found = {}
+        for key, place in self.layout.items():
+            H = place.heads
+            top, maxima = maxima[:H], maxima[H:]
+            was_nan, rest, sums = sums[:H], sums[H : H * len(FIELDS)], sums[H * len(FIELDS) :]
+            top = torch.where(was_nan > 0, torch.nan, top)
+            buffer = torch.cat((top[None], rest.view(len(FIELDS) - 1, H))).double()
+            found[key] = (buffer, place.kv_heads)
+        return found

@@ -1,0 +1,135 @@
+"""Hugging Face models: every attention function that `AttentionInterface` hands out is wrapped.
+
+The name in the model's configuration stays what it is. Registering another name would change which code
+runs: models compare the name with "eager" and "sdpa", and so does the code that builds masks.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qknorm.monitor.layer import ATTRIBUTE, Layer
+
+NAME = "transformers"
+_METHOD = "get_interface"
+
+
+def serves(module: nn.Module) -> bool:
+    """Whether the module asks transformers for its attention function."""
+    if "transformers" not in sys.modules:
+        return False
+    forward = type(module).forward
+    code = getattr(forward, "__wrapped__", forward).__code__
+    return "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def install(layer: Layer) -> Callable[[], None]:
+    """Mark the module, and wrap what is handed out while any is marked; returns how to undo it."""
+    layer.module.__dict__[ATTRIBUTE] = layer
+    _Wrapped.enter()
+
+    def undo() -> None:
+        del layer.module.__dict__[ATTRIBUTE]
+        _Wrapped.leave()
+
+    return undo
+
+
+class _Wrapped:
+    """`AttentionInterface.get_interface`, wrapped once for all layers of all monitors."""
+
+    users = 0
+    original: Any = None
+
+    @classmethod
+    def enter(cls) -> None:
+        from transformers.modeling_utils import AttentionInterface
+
+        cls.users += 1
+        if cls.users > 1:
+            return
+        original = cls.original = getattr(AttentionInterface, _METHOD)
+
+        @functools.wraps(original)
+        def get_interface(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+            return _observed(original(self, name, default), name)
+
+        setattr(AttentionInterface, _METHOD, get_interface)
+
+    @classmethod
+    def leave(cls) -> None:
+        from transformers.modeling_utils import AttentionInterface
+
+        cls.users -= 1
+        if cls.users == 0:
+            setattr(AttentionInterface, _METHOD, cls.original)
+
+
+def _observed(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        layer: Layer | None = getattr(module, ATTRIBUTE, None)
+        if layer is not None and layer.switch.on:
+            _observe(layer, query, key, attention_mask, implementation, kwargs)
+        return function(module, query, key, value, attention_mask, *args, **kwargs)
+
+    return attend
+
+
+def _observe(
+    layer: Layer, q: Tensor, k: Tensor, mask: Any, implementation: str, options: dict[str, Any]
+) -> None:
+    """Translate what transformers passes to an attention function."""
+    Tq, Tk = q.shape[2], k.shape[2]
+    causal, window = False, None
+    is_causal = options.get("is_causal")
+    is_causal = getattr(layer.module, "is_causal", True) if is_causal is None else is_causal
+    if "flash" in implementation:
+        causal, window = bool(is_causal), options.get("sliding_window")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            mask = mask[:, None, None].bool()
+    elif "eager" in implementation:
+        pass  # the mask says everything
+    elif mask is None:
+        causal = bool(is_causal) and Tq > 1
+        if causal and Tq != Tk:  # torch aligns at the first token, `Mask` at the last
+            causal, mask = False, torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril()
+    elif not isinstance(mask, Tensor):
+        mask = _dense(mask, q, Tk)
+    bias = options.get("position_bias")
+    if bias is not None:
+        if mask is not None and mask.dtype == torch.bool:
+            bias = torch.where(mask, bias, torch.finfo(bias.dtype).min)
+        elif mask is not None:
+            bias = bias + mask
+        mask = bias
+    layer.observe(
+        q,
+        k,
+        mask=mask,
+        sink=options.get("s_aux"),
+        causal=causal,
+        window=window,
+        scale=options.get("scaling"),
+        softcap=options.get("softcap"),
+    )
+
+
+def _dense(block_mask: Any, q: Tensor, Tk: int) -> Tensor:
+    """A FlexAttention block mask as bool `[B, 1, Tq, Tk]`."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    return create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], Tk, device=str(q.device))
