@@ -19,19 +19,10 @@ from qknorm.ops.backends import cpu_library
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 _LIBRARY = cpu_library.LIBRARY
-FOUND = [] if isinstance(_LIBRARY, str) else _LIBRARY.instruction_sets
 pytestmark = pytest.mark.skipif(isinstance(_LIBRARY, str), reason=f"no cpu backend: {_LIBRARY}")
 
 # Sinks whose logit differs by query are not this backend's.
 SERVED = {name: p for name, p in {**HARD, **BOUNDARY}.items() if p.sink != "token"}
-
-
-@pytest.fixture(params=cpu_library.INSTRUCTION_SETS)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param not in FOUND:
-        pytest.skip(f"this processor has no {request.param}")
-    monkeypatch.setenv(cpu_library.FORCE, request.param)
-    return request.param
 
 
 def cpu(*args: Any, **kwargs: Any) -> Any:

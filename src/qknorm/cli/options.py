@@ -78,7 +78,7 @@ _SHARED = [
     _Shared(owner=_T, name="steps", kind=int, help="Optimizer steps."),
     _Shared(owner=_T, name="batch", kind=int, help="Sequences a step."),
     _Shared(owner=_T, name="context", kind=int, help="Tokens a sequence."),
-    _Shared(owner=_T, name="schedule", kind=str, help="cosine or constant, after the warm-up."),
+    _Shared(owner=_T, name="schedule", kind=str, help="cosine, constant or ramp, after the warm-up."),
     _Shared(owner=_T, name="warmup", kind=int, help="Steps of linear warm-up."),
     _Shared(owner=_T, name="weight_decay", kind=float, help="Independent of the rate."),
     _Shared(owner=_T, name="clip", kind=float, help="Largest gradient norm; 0 for no clipping."),

@@ -36,7 +36,8 @@ class TrainConfig:
         arm: name of the variant, for tables.
         steps, batch, context: optimizer steps, sequences a step, tokens a sequence.
         lr: peak learning rate.
-        schedule: "cosine" (to a tenth of the peak) or "constant", both after a linear warm-up.
+        schedule: after a linear warm-up "cosine" (from the peak to a tenth of it), "constant" (the
+            peak), or "ramp" (warmed up to a hundredth of the peak, then growing geometrically to it).
         warmup: steps.
         weight_decay: independent of the rate, as in Wortsman et al.: each step multiplies weights by
             1 - weight_decay * (lr / peak lr).
@@ -60,7 +61,7 @@ class TrainConfig:
     batch: int = 16
     context: int = 128
     lr: float = 3e-3
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "constant", "ramp"] = "cosine"
     warmup: int = 50
     weight_decay: float = 1e-4
     gain_decay: float = 0.0
@@ -93,8 +94,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must not be negative; got {getattr(self, name)}")
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ValueError(f"lr must be positive; got {self.lr}")
-        if self.schedule not in ("cosine", "constant"):
-            raise ValueError(f"schedule must be cosine or constant; got {self.schedule!r}")
+        if self.schedule not in ("cosine", "constant", "ramp"):
+            raise ValueError(f"schedule must be cosine, constant or ramp; got {self.schedule!r}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype must be float32 or bfloat16; got {self.dtype!r}")
         for name in ("beta1", "beta2"):
@@ -109,11 +110,14 @@ class TrainConfig:
 
     def rate(self, step: int) -> float:
         """Learning rate of step 1 ... steps."""
+        first = self.lr / 100 if self.schedule == "ramp" else self.lr
         if step <= self.warmup:
-            return self.lr * step / self.warmup
+            return first * step / self.warmup
         if self.schedule == "constant":
             return self.lr
         share = (step - self.warmup) / max(1, self.steps - self.warmup)
+        if self.schedule == "ramp":
+            return first * 100**share
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
 
 

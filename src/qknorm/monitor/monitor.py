@@ -50,6 +50,7 @@ class Monitor:
         self.step_count = 0
         self.to = list(to)
         self._switch, self._undo = switch, undo
+        self._attached = True  # also with no layer on this rank: it joins in
         self._reducer, self._offset = reducer, heads_offset
 
     @classmethod
@@ -120,10 +121,10 @@ class Monitor:
             undo()
         for layer in self.layers.values():
             layer.module.__dict__.pop(ATTRIBUTE, None)
-        if self._undo:
+        if self._attached:
             torch.compiler.reset()
         self._undo = []
-        self._switch.on = False
+        self._attached = self._switch.on = False
 
     def __enter__(self) -> Monitor:
         return self
@@ -140,7 +141,7 @@ class Monitor:
         """End a step, on every rank. Returns its records: none if it was not observed."""
         records = self._collect() if self._switch.on else []
         self.step_count += 1
-        self._switch.on = bool(self._undo) and self.step_count % self.every == 0
+        self._switch.on = self._attached and self.step_count % self.every == 0
         for record in records:
             for send in self.to:
                 send(record)
@@ -153,7 +154,7 @@ class Monitor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` ended; `every` may differ."""
         self.step_count = int(state["step_count"])
-        self._switch.on = bool(self._undo) and self.step_count % self.every == 0
+        self._switch.on = self._attached and self.step_count % self.every == 0
 
     def _collect(self) -> list[Record]:
         parts: dict[Key, Part] = {}

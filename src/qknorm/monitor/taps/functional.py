@@ -1,17 +1,19 @@
-"""Any module whose code calls `F.scaled_dot_product_attention`: seen by a torch function mode while the
-module's forward runs."""
+"""Any module whose code calls `F.scaled_dot_product_attention`: the function is replaced, where the code
+of the module finds it, by one that looks first.
+
+Not by a torch function mode: under one a compiler cannot trace such methods as `Tensor.split`.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from qknorm.monitor.layer import Layer
 
@@ -34,21 +36,53 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+class _Running:
+    """The layer whose forward runs now."""
+
+    layer: Layer | None = None
+
+
+RUNNING = _Running()
+_ORIGINAL = F.scaled_dot_product_attention
+
+
+def _observed(*args: Any, **kwargs: Any) -> Tensor:
+    """`F.scaled_dot_product_attention`, seen."""
+    layer = RUNNING.layer
+    if layer is not None and layer.switch.on:
+        _observe(layer, *args, **kwargs)
+    return _ORIGINAL(*args, **kwargs)
+
+
+def attributed(forward: Callable[..., Any], layer: Layer | None) -> Callable[..., Any]:
+    """The forward, during which calls belong to `layer`, or to none."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        outer = RUNNING.layer
+        RUNNING.layer = layer
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            RUNNING.layer = outer
+
+    return run
+
+
 def install(layer: Layer) -> Callable[[], None]:
-    """Run the module's forward under the mode; returns how to undo it."""
+    """Let the module's forward say that it runs, and put the observed function where its code finds the
+    original; returns how to undo it."""
     module, original = layer.module, layer.module.forward
     before = module.__dict__.get("forward")
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not layer.switch.on:
-            return original(*args, **kwargs)
-        with _Observe(layer):
-            return original(*args, **kwargs)
-
-    module.forward = forward
+    module.forward = attributed(original, layer)
+    places = [vars(F), *{id(g): g for g in _globals(type(module))}.values()]
+    for place in places:
+        _Patched.enter(place)
 
     def undo() -> None:
+        for place in places:
+            _Patched.leave(place)
         if before is None:
             del module.forward
         else:
@@ -57,18 +91,34 @@ def install(layer: Layer) -> Callable[[], None]:
     return undo
 
 
-class _Observe(TorchFunctionMode):
-    def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        self.layer = layer
+def _globals(cls: type) -> Iterator[dict[str, Any]]:
+    """The names that the methods of a class see, its bases included."""
+    for base in cls.__mro__:
+        for function in vars(base).values():
+            if base is not nn.Module and hasattr(function, "__globals__"):
+                yield function.__globals__
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            _observe(self.layer, *args, **kwargs)
-        return func(*args, **kwargs)
+
+class _Patched:
+    """Namespaces in which the original is replaced, by how many layers, and under which names."""
+
+    users: ClassVar[dict[int, int]] = {}
+    names: ClassVar[dict[int, list[str]]] = {}
+
+    @classmethod
+    def enter(cls, place: dict[str, Any]) -> None:
+        cls.users[id(place)] = cls.users.get(id(place), 0) + 1
+        if cls.users[id(place)] == 1:
+            names = [name for name, value in place.items() if value is _ORIGINAL]
+            cls.names[id(place)] = [n for n in names if place is not globals()]
+            place.update(dict.fromkeys(cls.names[id(place)], _observed))
+
+    @classmethod
+    def leave(cls, place: dict[str, Any]) -> None:
+        cls.users[id(place)] -= 1
+        if cls.users[id(place)] == 0:
+            place.update(dict.fromkeys(cls.names.pop(id(place)), _ORIGINAL))
+            del cls.users[id(place)]
 
 
 def _observe(

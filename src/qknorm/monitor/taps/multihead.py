@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qknorm.monitor.layer import Layer
+from qknorm.monitor.taps.functional import attributed
 
 NAME = "multihead"
 
@@ -22,7 +23,8 @@ def serves(module: nn.Module) -> bool:
 def install(layer: Layer) -> Callable[[], None]:
     """Wrap the module's forward; returns how to undo it."""
     module = layer.module
-    original, before = module.forward, module.__dict__.get("forward")
+    # What it calls inside is its own, not that of a module around it.
+    original, before = attributed(module.forward, None), module.__dict__.get("forward")
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:

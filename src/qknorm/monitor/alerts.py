@@ -1,0 +1,222 @@
+"""What is worth a word: rules over the recent past, each with a stable code.
+
+Level alone is no alarm: healthy runs pass 50 and end well. ALARM is kept for what the corpus of
+`benchmarks/early_warning.py` supports.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from qknorm.monitor.forecast import fit
+from qknorm.monitor.history import History, LayerHistory
+from qknorm.monitor.record import Record
+
+Severity = Literal["info", "warning", "alarm"]
+ORDER: tuple[Severity, ...] = ("info", "warning", "alarm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert:
+    """One finding.
+
+    Attributes:
+        code: stable, see ADVICE.
+        severity: "info", "warning" or "alarm".
+        step: at which it was found.
+        layer, head: where; None for all.
+        message: one sentence with the numbers.
+        evidence: the numbers by name.
+    """
+
+    code: str
+    severity: Severity
+    step: int
+    layer: str | None
+    head: int | None
+    message: str
+    evidence: dict[str, float]
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return ADVICE[self.code]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"advice": self.advice}
+
+
+ADVICE = {
+    "QM001": "Watch whether it grows. Without a norm on q and k, add one before raising the rate.",
+    "QM002": "Lower the peak rate, lengthen the warm-up, or train with QK-norm, which bounds logits.",
+    "QM003": "One sharp head is often a specialist. Nothing to do unless its layer follows.",
+    "QM004": "Most of the layer attends to single keys and learns little. Go back to a checkpoint "
+    "before the collapse, and lower the rate or add QK-norm.",
+    "QM005": "The head spreads evenly over all keys. If it stays so, its projections may have vanished.",
+    "QM006": "The head has attended to single keys for many records: its softmax passes no gradient.",
+    "QM007": "The gains are growing, and with them the bound that the norm gives. Decay them, or lower "
+    "the rate of the gains.",
+    "QM008": "Stop and go back: a NaN or an infinity in q or k reaches every weight within a step.",
+    "QM009": "Look at why the layer was not called, or runs where its tap cannot see it.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """When a rule speaks.
+
+    Attributes:
+        level_info, level_warning: max logit; the figures that practitioners quote.
+        collapsed: a head whose entropy is below this share of ln(visible keys) attends to few keys.
+        frozen: below this it attends to one key.
+        uniform: above this it attends to all keys alike.
+        most: share of a layer's heads that makes it the layer.
+        persistence: records in a row for "dead" and "frozen".
+        loosening: growth of the bound, newest against oldest record kept, that is worth a word.
+    """
+
+    level_info: float = 30.0
+    level_warning: float = 50.0
+    collapsed: float = 0.05
+    frozen: float = 1e-3
+    uniform: float = 0.999
+    most: float = 0.75
+    persistence: int = 5
+    loosening: float = 2.0
+
+
+@dataclass(kw_only=True)
+class Alerts:
+    """Applies the rules to each record, and says each thing once as long as it lasts.
+
+    Args:
+        thresholds: when a rule speaks.
+        to: called with each new alert.
+    """
+
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    to: list[Callable[[Alert], None]] = field(default_factory=list)
+    history: History = field(default_factory=History)
+    _standing: set[tuple[str, str | None, int | None, str]] = field(default_factory=set)
+
+    def __call__(self, record: Record) -> list[Alert]:
+        """The alerts that are new with this record."""
+        if record.phase != "train":
+            return []
+        self.history.add(record)
+        standing = {(a.code, a.layer, a.head, a.severity): a for a in self._all()}
+        new = [alert for key, alert in standing.items() if key not in self._standing]
+        self._standing = set(standing)
+        for alert in new:
+            for send in self.to:
+                send(alert)
+        return new
+
+    def _all(self) -> Iterator[Alert]:
+        for name, why in self.history.silent.items():
+            yield self._alert("QM009", "warning", name, None, f"{name} sent nothing: {why}", {})
+        for name, layer in self.history.layers.items():
+            if layer.steps[-1] == self.history.step:
+                for rule in (_not_finite, _level, _growth, _entropy, _bound):
+                    for code, severity, head, text, evidence in rule(layer, self.thresholds):
+                        where = name if head is None else f"{name} head {head}"
+                        yield self._alert(code, severity, name, head, f"{where} {text}", evidence)
+
+    def _alert(
+        self,
+        code: str,
+        severity: Severity,
+        layer: str | None,
+        head: int | None,
+        message: str,
+        evidence: dict[str, float],
+    ) -> Alert:
+        return Alert(
+            code=code,
+            severity=severity,
+            step=self.history.step,
+            layer=layer,
+            head=head,
+            message=message,
+            evidence=evidence,
+        )
+
+
+Found = tuple[str, Severity, int | None, str, dict[str, float]]
+
+
+def _not_finite(layer: LayerHistory, _: Thresholds) -> Iterator[Found]:
+    for head, value in enumerate(layer.last.max_logit):
+        if not math.isfinite(value) or not math.isfinite(layer.last.entropy_nats[head]):
+            yield "QM008", "alarm", head, f"is not finite: max logit {value}", {"max_logit": value}
+
+
+def _level(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
+    for head, value in enumerate(layer.last.max_logit):
+        if value >= t.level_info:
+            severity: Severity = "warning" if value >= t.level_warning else "info"
+            yield "QM001", severity, head, f"has a max logit of {value:.1f}", {"max_logit": value}
+
+
+def _growth(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
+    """A head below the level whose line reaches it within as many steps as were looked at."""
+    steps = list(layer.steps)
+    for head, value in enumerate(layer.last.max_logit):
+        if not t.level_info / 3 <= value < t.level_warning:
+            continue
+        growth = fit(steps, layer.head("max_logit", head))
+        if growth is None or not growth.is_growing:
+            continue
+        early, late = growth.reaches(t.level_warning)
+        if early - steps[-1] <= steps[-1] - steps[0]:
+            until = f"to {late:.0f}" if math.isfinite(late) else "or later"
+            yield (
+                "QM002",
+                "warning",
+                head,
+                f"doubles every {growth.doubling_steps:.0f} steps, reaches {t.level_warning:g} at step "
+                f"{early:.0f} {until}",
+                {
+                    "max_logit": value,
+                    "doubling_steps": growth.doubling_steps,
+                    "early": early,
+                    "late": late,
+                },
+            )
+
+
+def _entropy(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
+    ratios = layer.last.entropy_ratio
+    sharp = [head for head, ratio in enumerate(ratios) if ratio < t.collapsed]
+    if len(sharp) >= max(2, t.most * len(ratios)):
+        share = len(sharp) / len(ratios)
+        evidence = {"heads": float(len(sharp)), "share": share}
+        yield "QM004", "warning", None, f"has {len(sharp)} of {len(ratios)} heads collapsed", evidence
+    for head in sharp:
+        text = f"has {100 * ratios[head]:.1f} % of the largest entropy it could have"
+        yield "QM003", "info", head, text, {"entropy_ratio": ratios[head]}
+    for head in range(len(ratios)):
+        past = layer.head("entropy_ratio", head)[-t.persistence :]
+        if len(past) < t.persistence:
+            continue
+        if all(ratio > t.uniform for ratio in past):
+            yield "QM005", "info", head, "spreads evenly over all keys", {"entropy_ratio": past[-1]}
+        if all(ratio < t.frozen for ratio in past):
+            yield "QM006", "warning", head, "attends to single keys only", {"entropy_ratio": past[-1]}
+
+
+def _bound(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
+    bounds = [record.bound for record in layer.records if record.bound is not None]
+    if (
+        len(bounds) >= 2
+        and bounds[0] > 0
+        and bounds[-1] >= max(t.loosening * bounds[0], t.level_warning)
+    ):
+        text = (
+            f"allows logits of {bounds[-1]:.0f}, {bounds[-1] / bounds[0]:.1f} times as large as before"
+        )
+        yield "QM007", "warning", None, text, {"bound": bounds[-1], "before": bounds[0]}
