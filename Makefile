@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Two test processes with two threads each would spin against each other.
 TEST_JOBS ?= 2
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo test lint sanitize wheel clean
 
 demo: .venv/ready
 	$(BIN)/qknorm compare runs/demo --arm none --arm qk --lr 3e-2 --overwrite
@@ -17,6 +17,10 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The C++ backend under AddressSanitizer, UndefinedBehaviorSanitizer and valgrind; needs g++ and valgrind.
+sanitize: .venv/ready
+	$(BIN)/python tests/ops/sanitize.py
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -22,11 +22,14 @@ CALL = "scaled_dot_product_attention"
 
 
 def serves(module: nn.Module) -> bool:
-    """Whether a method of the module's own class names the call."""
-    if type(module).__module__.startswith("torch."):
-        return False
-    methods = (getattr(f, "__wrapped__", f) for f in vars(type(module)).values())
-    return any(CALL in _names(f.__code__) for f in methods if hasattr(f, "__code__"))
+    """Whether a method of the module's class, or of a base outside torch, names the call."""
+    return any(
+        CALL in _names(code)
+        for base in type(module).__mro__
+        if not base.__module__.startswith("torch.")
+        for method in vars(base).values()
+        if (code := getattr(getattr(method, "__wrapped__", method), "__code__", None)) is not None
+    )
 
 
 def _names(code: CodeType) -> Iterator[str]:
