@@ -1,0 +1,126 @@
+"""What the rules say, when, and that they say it once."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from made import layer, record
+
+from qknorm.monitor.alerts import ADVICE, Alert, Alerts
+from qknorm.monitor.forecast import fit
+
+
+def feed(alerts: Alerts, *values: float, step: int = 10, **other: list[float]) -> list[Alert]:
+    """One head, one value a record."""
+    found = []
+    for i, value in enumerate(values):
+        found += alerts(record(step * i, {"a": layer([value], **other)}))
+    return found
+
+
+def codes(found: list[Alert]) -> list[tuple[str, str]]:
+    return [(alert.code, alert.severity) for alert in found]
+
+
+def test_level_speaks_once_and_again_when_it_comes_back() -> None:
+    found = feed(Alerts(), 10.0, 31.0, 32.0, 33.0, 51.0, 52.0, 20.0, 40.0)
+    level = [(a.code, a.severity, a.step) for a in found if a.code == "QM001"]
+    assert level == [
+        ("QM001", "info", 10),
+        ("QM001", "warning", 40),
+        ("QM001", "info", 70),
+    ]
+
+
+def test_growth_says_when_the_level_is_reached() -> None:
+    # Doubles every 100 steps from 12: reaches 50 after 206.
+    values = [12 * 2 ** (i / 10) for i in range(20)]
+    first = next(a for a in feed(Alerts(), *values) if a.code == "QM002")
+    assert first.evidence["doubling_steps"] == pytest.approx(100)
+    assert first.evidence["early"] == pytest.approx(205.9, abs=0.2)
+    assert "doubles every 100 steps, reaches 50 at step 206" in first.message
+    assert "a head 0" in first.message
+
+
+def test_a_flat_or_falling_head_is_not_growing() -> None:
+    noise = random.Random(0)
+    assert not codes(feed(Alerts(), *[20 + noise.gauss(0, 0.5) for _ in range(40)]))
+    assert not codes(feed(Alerts(), *[29 * 0.98**i for i in range(40)]))
+
+
+def test_entropy_of_heads_and_of_layers() -> None:
+    alerts = Alerts()
+    one = alerts(record(0, {"a": layer([5.0] * 4, ratio=[0.01, 0.5, 0.5, 0.5])}))
+    assert codes(one) == [("QM003", "info")]
+    assert one[0].head == 0
+    most = alerts(record(10, {"a": layer([5.0] * 4, ratio=[0.01, 0.02, 0.03, 0.5])}))
+    assert ("QM004", "warning") in codes(most)
+    assert "3 of 4 heads" in next(a for a in most if a.code == "QM004").message
+
+
+def test_dead_and_frozen_heads_need_several_records() -> None:
+    alerts = Alerts()
+    found = [codes(alerts(record(i, {"a": layer([0.1, 90.0], ratio=[0.9999, 1e-5])}))) for i in range(6)]
+    assert ("QM005", "info") in found[4]
+    assert ("QM006", "warning") in found[4]
+    assert not any(code in ("QM005", "QM006") for step in (*found[:4], found[5]) for code, _ in step)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_not_finite_is_an_alarm(bad: float) -> None:
+    assert ("QM008", "alarm") in codes(feed(Alerts(), 5.0, bad))
+
+
+def test_a_bound_that_loosens() -> None:
+    alerts = Alerts()
+    found = [alerts(record(i, {"a": layer([9.0], bound=b)})) for i, b in enumerate((33.0, 40.0, 210.0))]
+    assert codes(found[0] + found[1]) == []
+    assert codes(found[2]) == [("QM007", "warning")]
+    assert found[2][0].evidence == {"bound": 210.0, "before": 33.0}
+
+
+def test_a_silent_layer_is_named_with_the_reason() -> None:
+    (alert,) = Alerts()(record(0, {}, silent={"layers.3": "its tap saw no call"}))
+    assert (alert.code, alert.layer) == ("QM009", "layers.3")
+    assert "its tap saw no call" in alert.message
+
+
+def test_evaluation_raises_nothing_and_every_code_has_advice() -> None:
+    assert Alerts()(record(0, {"a": layer([math.nan])}, phase="eval")) == []
+    assert [f"QM{i:03}" for i in range(1, len(ADVICE) + 1)] == list(ADVICE)
+
+
+def test_listeners_get_each_alert() -> None:
+    heard: list[Alert] = []
+    found = feed(Alerts(to=[heard.append]), 10.0, 60.0)
+    assert heard == found != []
+
+
+def test_the_fit_is_robust_and_its_interval_covers() -> None:
+    noise, inside = random.Random(1), 0
+    steps = list(range(0, 400, 10))
+    for _ in range(200):
+        values = [math.exp(1 + 0.004 * s + noise.gauss(0, 0.2)) for s in steps]
+        growth = fit(steps, values)
+        assert growth is not None
+        inside += growth.slope_low <= 0.004 <= growth.slope_high
+    assert 165 <= inside <= 197  # nine in ten
+    values = [math.exp(0.004 * s) for s in steps]
+    values[5], values[20] = 1e9, 1e-9
+    growth = fit(steps, values)
+    assert growth is not None
+    assert growth.slope == pytest.approx(0.004, rel=1e-6)
+
+
+def test_the_fit_of_little_or_nothing() -> None:
+    assert fit([0, 1, 2], [1.0, 2.0, 3.0]) is None
+    assert fit(list(range(9)), [-1.0] * 9) is None
+    assert fit([3] * 9, [1.0] * 9) is None
+    flat = fit(list(range(9)), [2.0] * 9)
+    assert flat is not None
+    assert not flat.is_growing
+    assert flat.doubling_steps == math.inf
+    assert flat.reaches(1.0) == (8.0, 8.0)
+    assert flat.reaches(4.0) == (math.inf, math.inf)

@@ -1,0 +1,151 @@
+"""Where records go: JSON lines come back as they went in; trackers get a bounded number of scalars."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made import layer, record
+
+from qknorm.monitor import Record
+from qknorm.monitor.alerts import Alerts
+from qknorm.monitor.scalars import heatmap, scalars, worst_heads
+from qknorm.monitor.to.jsonl import JsonLines, rank_path, read_lines, to_record
+from qknorm.monitor.to.trackers import Gauges, Mlflow, TensorBoard, Wandb
+
+ODD = record(
+    3,
+    {
+        "a": layer([1.5, math.nan], first_mass=None, gain_max=(1.0, 2.0), bound=math.inf),
+        "b": layer([-math.inf]),
+    },
+    silent={"c": "why"},
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality under which NaN equals itself."""
+    return repr(a) == repr(b)
+
+
+def test_records_come_back(tmp_path: Path) -> None:
+    log = JsonLines(rank_path(tmp_path / "new", 2))
+    log(ODD)
+    for alert in Alerts()(ODD):
+        log(alert)
+    log.close()
+    lines = list(read_lines(tmp_path / "new" / "attention.rank00002.jsonl"))
+    assert [line["kind"] for line in lines] == ["record", *["alert"] * (len(lines) - 1)]
+    assert len(lines) > 2
+    assert same(to_record(lines[0]), ODD)
+    for text in log.path.read_text().splitlines():
+        json.loads(text, parse_constant=pytest.fail)  # strict JSON
+
+
+def test_a_crash_costs_the_last_line_only(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "log.jsonl")
+    for step in range(3):
+        log(record(step, {"a": layer([1.0])}))
+    log.close()
+    text = log.path.read_text()
+    log.path.write_text(text[:-20])
+    assert [line["step"] for line in read_lines(log.path)] == [0, 1]
+    log.path.write_text("{broken\n" + text)
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        list(read_lines(log.path))
+
+
+def test_a_resumed_run_drops_what_it_will_do_again(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = JsonLines(path)
+    for step in (0, 10, 20):
+        log(record(step, {"a": layer([1.0])}))
+    log.close()
+    log = JsonLines(path, resume_after=10)
+    log(record(20, {"a": layer([2.0])}))
+    log.close()
+    assert [(line["step"], line["layers"]["a"]["max_logit"]) for line in read_lines(path)] == [
+        (0, [1.0]),
+        (10, [1.0]),
+        (20, [2.0]),
+    ]
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"kind": "record", "schema": 99, "step": 0}\n')
+    with pytest.raises(ValueError, match="schema 99, newer than"):
+        list(read_lines(path))
+
+
+def big() -> Record:
+    return record(7, {f"l{i}": layer([float(i + j) for j in range(64)]) for i in range(64)})
+
+
+def test_a_large_model_gives_few_scalars() -> None:
+    found = scalars(big())
+    assert len(found) < 30
+    assert found["attention/max_logit"] == found["attention/worst_1/max_logit"] == 126.0
+    assert found["attention/max_logit_p50"] == 63.0
+    (first, *_) = worst_heads(big())
+    assert (first.layer, first.head) == ("l63", 63)
+    assert len(heatmap(big(), "max_logit")) == 64
+    assert scalars(record(0, {})) == {}
+    assert all(
+        name.startswith("attention_eval/")
+        for name in scalars(record(0, {"a": layer([1.0])}, phase="eval"))
+    )
+
+
+def test_nan_is_never_hidden() -> None:
+    found = scalars(ODD)
+    assert math.isnan(found["attention/max_logit"])
+    assert math.isnan(found["attention/max_logit_p50"])
+    assert math.isnan(worst_heads(ODD)[0].max_logit)
+
+
+class Fake:
+    """Keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+
+def test_trackers_get_records_and_alerts() -> None:
+    loud = record(5, {"a": layer([60.0])})
+    (alert,) = Alerts()(loud)
+    for make, wanted in (
+        (TensorBoard, ["add_scalar", "add_image", "add_text"]),
+        (Wandb, ["log", "alert"]),
+        (Mlflow, ["log_metrics", "set_tag"]),
+    ):
+        fake = Fake()
+        send = make(fake)
+        send(loud)
+        send(alert)
+        assert list(dict.fromkeys(name for name, _, _ in fake.calls)) == wanted
+    fake = Fake()
+    Wandb(fake)(alert)
+    assert fake.calls[0][2]["level"] == "WARN"
+    fake = Fake()
+    Mlflow(fake)(ODD)
+    assert all(math.isfinite(v) for v in fake.calls[0][1][0].values())
+    gauges: dict[str, Fake] = {}
+    Gauges(lambda name: gauges.setdefault(name, Fake()))(loud)
+    assert gauges["qknorm_attention_max_logit"].calls == [("set", (60.0,), {})]
+
+
+def test_tensorboard_for_real(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs qknorm[tensorboard]")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    TensorBoard(writer)(big())
+    writer.close()
+    assert any(path.stat().st_size > 500 for path in tmp_path.iterdir())
