@@ -57,9 +57,11 @@ def captured(model: nn.Module) -> Iterator[dict[str, list[Call]]]:
             **more: Any,
         ) -> Any:
             scaling = more.get("scaling")
+            # Autocast rounds q and k on their way into the product, in eager as in fused attention.
+            dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
             call = Call(
-                query.detach().clone(),
-                key.detach().clone(),
+                query.detach().clone().to(dtype),
+                key.detach().clone().to(dtype),
                 mask,
                 query.shape[-1] ** -0.5 if scaling is None else scaling,
                 more.get("softcap"),
@@ -108,7 +110,11 @@ def truth(
     for call, batch in zip(calls, batches, strict=True):
         visible = batch.visible(is_causal=family.is_causal, window=family.windows[layer])
         if call.mask is not None:  # what the model itself says must agree, on real queries
-            seen = call.mask if call.mask.dtype is torch.bool else call.mask > -1e30
+            seen = (
+                call.mask
+                if call.mask.dtype is torch.bool
+                else call.mask > torch.finfo(call.mask.dtype).min / 2
+            )
             seen = seen.expand(len(visible), -1, visible.shape[1], -1)[:, 0]
             assert torch.equal(seen[batch.real], visible[batch.real])
         if rows is not None:

@@ -88,10 +88,14 @@ def test_the_same_kernels_run(name: str, how: str, p: float, kind: str) -> None:
         run(model, inputs)
     assert attached.seen == without.seen
     if how == "eager":
-        assert without.seen["aten._softmax.default"] == 2
+        assert without.seen["aten._softmax.default"] >= 2  # routers have one too
         assert not any("attention" in operator for operator in without.seen)
     elif p == 0:
         assert sum(n for operator, n in without.seen.items() if "flash_attention" in operator) == 4
+
+
+class Items(list[Any]):
+    """The entries of a dict at one time."""
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
@@ -100,7 +104,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
 
     def shallow(namespace: Any) -> dict[str, Any]:
         return {
-            key: tuple(value.items()) if isinstance(value, dict) else value
+            key: Items(value.items()) if isinstance(value, dict) else value
             for key, value in dict(namespace).items()
             if key not in ("__warningregistry__", "__builtins__")
         }
@@ -124,7 +128,7 @@ def assert_same_objects(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert found[place].keys() == names.keys(), place
         for name, value in names.items():
             other = found[place][name]
-            if isinstance(value, tuple):
+            if isinstance(value, Items):
                 assert len(other) == len(value), (place, name)
                 assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(other, value, strict=True)), (
                     place,

@@ -30,17 +30,16 @@ def gain_and_bound(
         bounds = module.logit_bound()
         return (_largest(q_gain), _largest(k_gain)), None if bounds is None else float(bounds.max())
     norms = _norms(module)
-    if norms is None:
+    probes = [] if norms is None else [found for norm in norms if (found := probe(norm)) is not None]
+    if len(probes) < 2:
         return None, None
-    gains = [gain for norm in norms if (gain := probe(norm)) is not None]
-    if len(gains) < 2:
-        return None, None
-    top = (float(gains[0].max()), float(gains[1].max()))
+    (q, q_shifts), (k, k_shifts) = probes
+    top = (float(q.max()), float(k.max()))
     D = getattr(module, "head_dim", None)
-    if D is None or scale is None:
+    if D is None or scale is None or q_shifts or k_shifts:
         return top, None
     bound = abs(scale) * D * top[0] * top[1]
-    for gain, H in zip(gains, (heads, kv_heads), strict=True):
+    for gain, H in ((q, heads), (k, kv_heads)):
         if gain.dim() == 1 and gain.numel() != D:  # one statistic over all heads: one can hold all of it
             bound *= H**0.5
     return top, bound
@@ -58,17 +57,32 @@ def _norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     return None
 
 
-def probe(norm: nn.Module) -> Tensor | None:
-    """|gain| of a norm in the shape of its weight: its answer to +1, -1, +1, ..., whose mean is 0 and
-    whose mean square is 1. None if it adds a bias, has no weight, or does not answer."""
+def probe(norm: nn.Module) -> tuple[Tensor, bool] | None:
+    """|gain| of a norm in the shape of its weight, and whether it also adds a bias.
+
+    The norm is asked for the answer to a large vector of mean 0, beside which its eps is nothing, and to
+    the opposite vector, which tells gain from bias. None if it has no weight or does not answer.
+    """
+    parts = getattr(norm, "norms", None)
+    if isinstance(parts, nn.ModuleList):  # one norm per head
+        found = [one for part in parts if (one := probe(part)) is not None]
+        if not found or len(found) < len(parts):
+            return None
+        return torch.stack([gain for gain, _ in found]), any(shifts for _, shifts in found)
     weight = getattr(norm, "weight", None)
-    if not isinstance(weight, Tensor) or getattr(norm, "bias", None) is not None or weight.shape[-1] % 2:
+    if not isinstance(weight, Tensor) or weight.shape[-1] < 2:
         return None
     x = torch.ones_like(weight, dtype=torch.float32)
     x[..., 1::2] = -1.0
+    if x.shape[-1] % 2:
+        x[..., -3:] = torch.tensor([1.0, 1.0, -2.0])
+    unit = x.abs() / x.square().mean(-1, keepdim=True).sqrt()
+    x = (x * 2.0**7).to(weight.dtype)  # fp16 holds its square
     try:
-        with torch.no_grad():
-            y = norm(x.to(weight.dtype)[None])[0]
+        with torch.no_grad():  # `forward`, so that nobody's hooks see the probe
+            plus, minus = (norm.forward(v[None])[0].float() for v in (x, -x))
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None
-    return y.float().abs() if y.shape == weight.shape else None
+    if plus.shape != weight.shape:
+        return None
+    return ((plus - minus) / 2).abs() / unit, bool((plus + minus).abs().max() > 1e-6 * plus.abs().max())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from qknorm.monitor.measure import new_buffer
+from qknorm.monitor.measure import MAX_HEADS, new_buffer
 from qknorm.ops import Stats
 
 # Set on a module while it is observed. A plain attribute: no hook, which a compiled model may never run.
@@ -31,7 +31,8 @@ class Layer:
         tap: which kind of tap serves it.
         heads: Hq of this rank.
         kv_heads: Hk of this rank.
-        buffers: training and evaluation, see `measure.FIELDS`; made at the first call.
+        buffers: training and evaluation, see `measure.FIELDS`, MAX_HEADS wide: they exist before the
+            first call shows the number of heads, so that no compiled graph depends on when they came.
         exact: False once rows were sampled.
         trouble: why a call could not be measured.
     """
@@ -43,9 +44,14 @@ class Layer:
     heads: int = 0
     kv_heads: int = 0
     scale: float | None = None
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(init=False)
     exact: bool = True
     trouble: str | None = None
+
+    def __post_init__(self) -> None:
+        parameter = next(self.module.parameters(), None)
+        device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
+        self.buffers = {phase: new_buffer(MAX_HEADS, device) for phase in ("train", "eval")}
 
     def observe(
         self,
@@ -61,6 +67,11 @@ class Layer:
     ) -> None:
         """Add one call: q `[B, Hq, Tq, D]` and k `[B, Hk, Tk, D]` as they enter the product."""
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        device = q.device.type
+        if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+            # The product that follows rounds them so.
+            low = torch.get_autocast_dtype(device)
+            q, k = q.to(low), k.to(low)
         rows = self.switch.rows
         if rows is not None and rows < q.shape[2]:
             self.exact = False
@@ -95,7 +106,7 @@ class Layer:
     def buffer(self, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
         """The buffer of the phase that the module is in."""
         phase = "train" if self.module.training else "eval"
-        if phase not in self.buffers:
-            self.heads, self.kv_heads, self.scale = q.shape[1], k.shape[1], scale
-            self.buffers[phase] = new_buffer(q.shape[1], q.device)
+        self.heads, self.kv_heads, self.scale = q.shape[1], k.shape[1], scale
+        if self.buffers[phase].device != q.device:
+            self.buffers[phase] = self.buffers[phase].to(q.device)
         return self.buffers[phase]

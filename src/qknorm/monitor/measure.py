@@ -19,8 +19,10 @@ from qknorm.ops.logit_stats import full_precision_matmul
 # Scores held at once: 4 MiB in fp32.
 SCORE_BUDGET = 1 << 20
 
-# Rows of a buffer `[len(FIELDS), Hq]`. The first is a maximum, the others are sums. Those of k hold one
-# value per key head in their first Hk columns.
+MAX_HEADS = 512
+
+# Rows of a buffer `[len(FIELDS), MAX_HEADS]`, of which the first Hq columns count. The first row is a
+# maximum, the others are sums. Those of k hold one value per key head in their first Hk columns.
 FIELDS = (
     "max_logit",
     "entropy",
@@ -66,6 +68,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _columns(buffer: Tensor, q: Tensor) -> Tensor:
+    if q.shape[1] > buffer.shape[1]:
+        raise ValueError(f"{q.shape[1]} heads; at most {buffer.shape[1]} can be watched in a layer")
+    return buffer[:, : q.shape[1]]
+
+
 @torch.library.impl("qknorm::monitor_observe", "CompositeExplicitAutograd")
 def _observe(
     buffer: Tensor,
@@ -81,6 +89,7 @@ def _observe(
 ) -> None:
     if in_backward() or q.numel() == 0 or k.numel() == 0:
         return
+    buffer = _columns(buffer, q)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False), full_precision_matmul():
         view = View(q.shape[2], k.shape[2], mask, causal, window, q.device)
         _add_logits(buffer, q, k, view, sink, scale, softcap, rows)
@@ -116,6 +125,7 @@ def _add(buffer: Tensor, q: Tensor, k: Tensor, max_logit: Tensor, sums: Tensor, 
     `[2]`. Whose q and k are not padding it does not say: their RMS is over all tokens."""
     if in_backward():
         return
+    buffer = _columns(buffer, q)
     with torch.no_grad():
         buffer[0] = torch.maximum(buffer[0], max_logit.to(buffer.dtype))
         buffer[FIELD["entropy"] : FIELD["sink"] + 1] += sums

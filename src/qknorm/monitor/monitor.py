@@ -160,13 +160,15 @@ class Monitor:
         parts: dict[Key, Part] = {}
         device = torch.device("cpu")
         for layer in self.layers.values():
+            if layer.heads == 0:  # never called
+                continue
             for phase, buffer in layer.buffers.items():
                 device = buffer.device
                 q = k = 0
                 if self._offset is not None:
                     q, k = (self._offset(layer.name, n) for n in (layer.heads, layer.kv_heads))
                 place = Place(q, layer.heads, k, layer.kv_heads)
-                parts[Key(layer.name, phase)] = Part(buffer=buffer, place=place)
+                parts[Key(layer.name, phase)] = Part(buffer=buffer[:, : layer.heads], place=place)
         merged = self._reducer.reduce(parts, device)
         by_phase: dict[str, dict[str, LayerRecord]] = {"train": {}}
         for (name, phase), (buffer, kv_heads) in merged.items():

@@ -23,12 +23,12 @@ class LayerRecord:
         entropy_nats: mean over rows of the entropy of the softmax over the keys.
         entropy_ratio: the same divided by ln(visible keys), over rows with two keys or more.
         sink_mass: mean probability of the sink; None without one.
-        first_mass: mean probability of the first token of the sequence or document; None where the fused
-            pass does not tell.
+        first_mass: mean probability of the first token of the sequence or document, which is where a
+            query sees nothing before its own token; None where the fused pass does not tell.
         q_rms, k_rms: mean over tokens of the root mean square of q and k.
-        q_rms_cv, k_rms_cv: its standard deviation divided by its mean.
-        gain_max: largest |gain| of q and of k, where there is a norm.
-        bound: the largest |logit| that the gains allow, where there is a norm.
+        q_rms_cv, k_rms_cv: its standard deviation (of the population) divided by its mean.
+        gain_max: largest |gain| of q and of k, where there is a norm that can be asked.
+        bound: the largest |logit| that the gains allow, where there is a norm without a bias.
         coverage: "exact": over all rows; "sampled": over evenly spaced ones.
         rms_of: "product": q and k as they are multiplied; "projection": before norm and RoPE.
         rows: rows counted, per head.
