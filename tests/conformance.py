@@ -117,7 +117,7 @@ def _magnitudes(
     ulp = torch.finfo(dtype).eps
     lost = _smallest_step(dtype) / ulp  # probabilities that vanish when they are stored
     wide_ulp = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    scale = p.D**-0.5 if p.scale is None else p.scale
+    scale = abs(p.D**-0.5 if p.scale is None else p.scale)
     group, G = trace["group"], p.Hq // p.Hk
 
     def ungroup(x: Tensor) -> Tensor:

@@ -35,6 +35,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def default_scale(head_dim: int) -> float:
+    """1/sqrt(D)."""
+    if head_dim < 1:
+        raise ValueError(f"a head width of {head_dim} has no default scale: give scale")
+    return head_dim**-0.5
+
+
 def _choose(name: str, value: object, options: tuple[str, ...]) -> None:
     if value not in options:
         raise ValueError(f"{name} must be one of {', '.join(options)}; got {value!r}")

@@ -30,7 +30,7 @@ struct QknormArgs {
   const float *sink;                 // [Hq]
 
   void *out;                         // [B, Hq, Tq, Dv], contiguous
-  float *lse;                        // [B, Hq, Tq], the sink included
+  float *lse;                        // [2, B, Hq, Tq]: largest raw score, ln(sum exp(logit - its logit)), sink included
   float *head_stats;                 // [4, Hq]: max logit, sums of entropy, ratio, sink mass; null: no statistics
   int64_t *row_counts;               // [2]: rows counted, those with two keys or more
   float *row_max, *row_log_sum, *row_entropy;  // [B, Hq, Tq], or null: no values of single rows

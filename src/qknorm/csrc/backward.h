@@ -19,7 +19,7 @@ struct BackwardPlan {
   int64_t Dp, Dvp, Tqp, query_blocks, passes, splits;
   // Per (b, hq, query block): operands, [QUERIES x width] each.
   Op *q_across, *q_down, *d_across, *d_down;
-  float *lse2, *delta;  // [B, Hq, Tqp]; lse in log2, +inf for rows that saw nothing
+  float *top, *total2, *delta;  // [B, Hq, Tqp]; largest raw score, log2 of the sum relative to it
   float *dq;            // [splits, B, Hq, query_blocks][Dp][QUERIES], transposed
   uint8_t *dq_begun;    // [splits, B, Hq, query_blocks]: nothing is added to what nobody wrote
   IdRange *query_ranges;  // [B, query_blocks]
@@ -38,7 +38,8 @@ struct BackwardPlan {
     q_down = arena.take<Op>(rows * Dp);
     d_across = arena.take<Op>(rows * Dvp);
     d_down = arena.take<Op>(rows * Dvp);
-    lse2 = arena.take<float>(rows);
+    top = arena.take<float>(rows);
+    total2 = arena.take<float>(rows);
     delta = arena.take<float>(rows);
     dq = arena.take<float>(splits * rows * Dp);
     dq_begun = arena.take<uint8_t>(splits * a.B * a.Hq * query_blocks);
@@ -87,12 +88,14 @@ static void prepare_queries(const QknormArgs &a, const BackwardPlan<Op> &plan, i
 
   const In *d_base = (const In *)a.d_out + b * a.d_out_stride[0] + h * a.d_out_stride[1];
   const In *out = (const In *)a.out + (bh * a.Tq + q0) * a.Dv;
-  float *delta = plan.delta + bh * plan.Tqp + q0, *lse2 = plan.lse2 + bh * plan.Tqp + q0;
-  const float *lse = a.lse + bh * a.Tq + q0;
+  const int64_t row0 = bh * plan.Tqp + q0;
+  float *delta = plan.delta + row0, *top = plan.top + row0, *total2 = plan.total2 + row0;
+  const float *tops = a.lse + bh * a.Tq + q0, *log_total = tops + a.B * a.Hq * a.Tq;
   memset(w.rows, 0, QUERIES * Dvp * sizeof(float));
   for (int64_t i = 0; i < QUERIES; i++) {
     delta[i] = 0.0f;
-    lse2[i] = INFINITY;
+    top[i] = 0.0f;
+    total2[i] = INFINITY;  // rows that saw nothing have weights of 0
     if (i >= n) continue;
     float *d = w.rows + i * Dvp;
     row_to_float(d, d_base + (q0 + i) * a.d_out_stride[2], a.Dv, Dvp);
@@ -100,7 +103,9 @@ static void prepare_queries(const QknormArgs &a, const BackwardPlan<Op> &plan, i
     Vec dot = Vec::set(0.0f);
     for (int64_t c = 0; c < Dvp; c += 16) dot = fma(Vec::load(d + c), Vec::load(w.raw + c), dot);
     delta[i] = sum(dot);
-    if (lse[i] != -INFINITY) lse2[i] = lse[i] * 1.44269504088896341f;
+    if (log_total[i] == -INFINITY) continue;
+    top[i] = tops[i];
+    total2[i] = log_total[i] * 1.44269504088896341f;
   }
   pack_across(plan.d_across + unit * QUERIES * Dvp, w.rows, Dvp, QUERIES, Dvp);
   pack_down(plan.d_down + unit * QUERIES * Dvp, w.rows, Dvp, QUERIES, Dvp);
@@ -148,7 +153,7 @@ static inline Mask visible_queries(const Positions &at, int64_t key, int64_t q0,
 // P^T and dS^T of a tile from its S^T and dP^T.
 template <bool PARTIAL, class Op>
 static void score_gradients(const QknormArgs &a, const typename BackwardPlan<Op>::Scratch &w, const Positions &at,
-                            const Tile &tile, const float *lse2, const float *delta) {
+                            const Tile &tile, const float *top, const float *total2, const float *delta) {
   const Vec c = Vec::set(std::fabs((float)a.scale) * 1.44269504088896341f), zero = Vec::set(0.0f);
   alignas(64) int32_t ids[QUERIES];
   if (PARTIAL && tile.by_ids)
@@ -160,7 +165,8 @@ static void score_gradients(const QknormArgs &a, const typename BackwardPlan<Op>
       for (int64_t r = 0; r < 2; r++)
         for (int64_t h = 0; h < 2; h++) {
           const int64_t x = (j + r) * QUERIES + i + 16 * h;
-          p[r][h] = exp2(fma(Vec::load(w.s + x), c, zero - Vec::load(lse2 + i + 16 * h)));
+          const Vec below = (Vec::load(w.s + x) - Vec::load(top + i + 16 * h)) * c;
+          p[r][h] = exp2(below - Vec::load(total2 + i + 16 * h));
           ds[r][h] = p[r][h] * (Vec::load(w.dp + x) - Vec::load(delta + i + 16 * h));
           if (PARTIAL) {
             const bool real = j + r < tile.keys;
@@ -256,9 +262,9 @@ static void backward_keys(const QknormArgs &a, const BackwardPlan<Op> &plan, int
         gemm(w.dp + tile.i0, QUERIES, w.v + j0 * Dvp, Dvp, plan.d_across + first_panel * Dvp, STEP, N, Dvp, false);
         const int64_t row0 = bh * plan.Tqp + q0;
         if (tile.partial)
-          score_gradients<true, Op>(a, w, at, tile, plan.lse2 + row0, plan.delta + row0);
+          score_gradients<true, Op>(a, w, at, tile, plan.top + row0, plan.total2 + row0, plan.delta + row0);
         else
-          score_gradients<false, Op>(a, w, at, tile, plan.lse2 + row0, plan.delta + row0);
+          score_gradients<false, Op>(a, w, at, tile, plan.top + row0, plan.total2 + row0, plan.delta + row0);
         clear_down(w.ds_down, j0, 0, tile.i0);
         clear_down(w.ds_down, j0, tile.i1, QUERIES);
         gemm(w.dv + j0 * Dvp, Dvp, w.p + tile.i0, QUERIES, plan.d_down + block * QUERIES * Dvp + 16 * tile.i0, STEP, Dvp,
@@ -307,8 +313,9 @@ static void sink_gradient(const QknormArgs &a, const BackwardPlan<Op> &plan, int
   const float sink = a.sink[bh % a.Hq];
   double total = 0.0;
   for (int64_t i = 0; i < a.Tq; i++) {
-    const float lse = a.lse[bh * a.Tq + i];
-    if (lse != -INFINITY) total -= (double)std::exp(sink - lse) * plan.delta[bh * plan.Tqp + i];
+    const float top = a.lse[bh * a.Tq + i], log_total = a.lse[(a.B * a.Hq + bh) * a.Tq + i];
+    if (log_total != -INFINITY)
+      total -= (double)std::exp(sink - top * std::fabs((float)a.scale) - log_total) * plan.delta[bh * plan.Tqp + i];
   }
   a.d_sink[bh] = (float)total;
 }

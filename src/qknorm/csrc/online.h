@@ -112,14 +112,15 @@ static inline void store_pair(float *p, Vec a, Vec b) {
 static inline void store_pair(uint16_t *p, Vec a, Vec b) { to_bf16_pair(p, a, b); }
 #endif
 
-// p = 2^(s to_log2 + origin) of one row, and its sums into l and t, by lane. MASKED: some s are -inf.
+// p = 2^((s - origin) to_log2) of one row, and its sums into l and t, by lane. MASKED: some s are -inf.
+// The difference comes first: s to_log2 - origin to_log2 would leave half an ulp of the largest logit.
 template <bool STATS, bool MASKED, class Op>
 static inline void softmax_row(Op *p, const float *s, int64_t width, float to_log2, float origin, float *l_sum,
                                float *t_sum) {
   const Vec c = Vec::set(to_log2), o = Vec::set(origin), floor = Vec::set(-160.0f);
   Vec l0 = Vec::load(l_sum), l1 = Vec::set(0.0f), t0 = Vec::load(t_sum), t1 = Vec::set(0.0f);
   for (int64_t j = 0; j < width; j += 32) {
-    const Vec x0 = fma(Vec::load(s + j), c, o), x1 = fma(Vec::load(s + j + 16), c, o);
+    const Vec x0 = (Vec::load(s + j) - o) * c, x1 = (Vec::load(s + j + 16) - o) * c;
     const Vec e0 = exp2(x0), e1 = exp2(x1);
     l0 = l0 + e0;
     l1 = l1 + e1;
@@ -168,7 +169,7 @@ static void absorb(const QknormArgs &a, const RowScratch<Op> &w, int64_t b, int6
         for (int64_t c = 0; c < Dvp; c += 16) (Vec::load(o + c) * shrink).store(o + c);
       }
     }
-    const float origin = m == -INFINITY ? 0.0f : -m * to_log2;
+    const float origin = m == -INFINITY ? 0.0f : m;
     if (!stats)
       softmax_row<false, false>(w.p + i * ld, s, width, to_log2, origin, w.l + 16 * i, w.t + 16 * i);
     else if (block.partial)
@@ -204,14 +205,15 @@ static void finish_row(const QknormArgs &a, int64_t b, int64_t hq, int64_t query
   // A row of NaN never raises the maximum above -inf: say NaN, not "saw nothing".
   const float top = !seen ? -INFINITY : std::isnan(l) ? NAN : m * std::fabs((float)a.scale), log_sum = std::log(l);
   const float key_lse = seen ? top + log_sum : -INFINITY;
-  float lse = key_lse, keep = seen ? 1.0f / l : 0.0f;
-  if (a.sink) {
-    const float sink = a.sink[hq], high = std::max(lse, sink);
-    const float total = high == -INFINITY ? high : high + std::log(std::exp(lse - high) + std::exp(sink - high));
-    keep = seen ? keep * std::exp(lse - total) : 0.0f;
-    lse = std::isnan(lse) ? lse : total;
+  float keep = seen ? 1.0f / l : 0.0f, log_total = seen ? log_sum : -INFINITY;
+  if (a.sink && seen) {  // relative to the maximum of the keys, and to that of both inside
+    const float sink = a.sink[hq] - top, high = std::max(log_sum, sink);
+    if (!std::isnan(log_sum)) log_total = high + std::log(std::exp(log_sum - high) + std::exp(sink - high));
+    keep *= std::exp(log_sum - log_total);
   }
-  a.lse[row] = lse;
+  const bool told = seen && m != -INFINITY;  // what the backward takes its exponents from
+  a.lse[row] = told ? m : 0.0f;
+  a.lse[a.B * a.Hq * a.Tq + row] = log_total;
   if (a.head_stats) {
     float entropy = seen ? std::max(0.0f, log_sum - 0.693147180559945309f * t / l) : 0.0f;
     if (std::isnan(l)) entropy = NAN;

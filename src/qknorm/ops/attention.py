@@ -121,7 +121,7 @@ def attention(
         low = torch.get_autocast_dtype(device)
         q, k, v = (x if x.dtype == torch.float64 else x.to(low) for x in (q, k, v))
     spec.check_attention(q, k, v, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope, mask=mask, sink=sink)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = spec.default_scale(q.shape[-1]) if scale is None else scale
     with torch.autocast(device, enabled=False):
         return run(
             Call(

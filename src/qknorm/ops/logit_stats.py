@@ -196,7 +196,7 @@ def logit_stats(
             sink=None,
         )
         spec.check_sink(sink, q, k.shape[1], None)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        scale = spec.default_scale(q.shape[-1]) if scale is None else scale
         q_hat, k_hat = qk_norm_rope(q, k, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope)
         sink_logit = sink_logits(q, sink, q_gain=q_gain, k_gain=k_gain, eps=eps, scale=scale)
         rows = stream_rows(q_hat, k_hat, mask, scale, sink_logit)

@@ -138,8 +138,10 @@ class Stats:
     def from_rows(rows: Rows, *, keep_rows: bool = False) -> Stats:
         """Reduce rows to heads."""
         keys_B1T = rows.visible_keys[:, None]
-        counted = (rows.is_real & (rows.visible_keys > 0))[:, None].expand(rows.max_logit.shape)
-        has_choice = counted & (keys_B1T > 1)
+        B, _, Tq = rows.max_logit.shape
+        counted_B1T = (rows.is_real & (rows.visible_keys > 0)).expand(B, Tq)[:, None]
+        choice_B1T = counted_B1T & (keys_B1T > 1)
+        counted, has_choice = (x.expand(rows.max_logit.shape) for x in (counted_B1T, choice_B1T))
         ratio = rows.entropy_nats / torch.log(keys_B1T.clamp(min=2).to(rows.entropy_nats.dtype))
 
         def total(x: Tensor, where: Tensor) -> Tensor:
@@ -150,8 +152,8 @@ class Stats:
             entropy_sum=total(rows.entropy_nats, counted),
             ratio_sum=total(ratio, has_choice),
             sink_sum=total(rows.sink_mass, counted),
-            row_count=counted[:, 0].sum(),
-            ratio_count=has_choice[:, 0].sum(),
+            row_count=counted_B1T.sum(),
+            ratio_count=choice_B1T.sum(),
             rows=rows if keep_rows else None,
         )
 

@@ -11,6 +11,9 @@ from qknorm.ops.stats import Rows, Stats, StatsRequest
 from qknorm.spec import Mask, Rope
 
 
+SMALLEST_FP32 = 2.0**-149
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """Arguments of `qknorm.attention`, checked, with `scale` filled in."""
@@ -40,7 +43,8 @@ class Call:
             head_dim=self.q.shape[-1],
             value_dim=self.v.shape[-1],
             sink_by_row=self.sink_logit is not None and self.sink_logit.dim() == 3,
-            zero_scale=self.scale == 0,
+            zero_scale=self.scale == 0
+            or (self.q.dtype != torch.float64 and abs(self.scale) < SMALLEST_FP32),
         )
 
 

@@ -140,7 +140,8 @@ def _arguments(
     args.Hk, args.Tk = k.shape[1:3]
     args.Dv = v.shape[3]
     args.dtype, args.rope = DTYPES[q.dtype], ROPE[layout]
-    args.causal, args.window = causal, window or 0
+    args.causal = causal
+    args.window = min(window or 0, args.Tq + args.Tk)  # as good as none, and cannot overflow
     args.eps, args.scale = eps, scale
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     small = [None if x is None else x.float().contiguous() for x in (q_gain, k_gain, cos, sin, sink)]
@@ -165,6 +166,7 @@ def _ids(
         keys = torch.zeros(B, Tk, dtype=torch.int32)
         queries = torch.zeros(B, Tq, dtype=torch.int32)
     else:
+        documents = documents.long()  # in an unsigned type -1 would be a large id
         if documents.numel() and int(documents.max()) > INT32_MAX:
             documents = torch.where(documents < 0, -1, torch.unique(documents, return_inverse=True)[1])
         keys = documents.clamp(min=-1).int()
@@ -186,11 +188,10 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     args, keep = _arguments(*call)
     shape = q.shape[:3]
     out = q.new_empty(*shape, v.shape[-1])
-    lse = torch.empty(shape, dtype=torch.float32)
+    lse = torch.empty(2, *shape, dtype=torch.float32)  # see args.h
     args.point(out=out, lse=lse)
-    heads, counts, rows, keys = _empty_statistics(
-        lse, shape[1], q.shape[0] if args.key_ids else 1, stats
-    )
+    per_row = q.shape[0] if args.key_ids else 1
+    heads, counts, rows, keys = _empty_statistics(lse[0], per_row, stats)
     if stats:
         args.point(head_stats=heads, row_counts=counts)
     if stats == _ROWS:
@@ -205,16 +206,16 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _empty_statistics(
-    lse: Tensor, heads: int, batch: int, stats: int
+    row: Tensor, batch: int, stats: int
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     """Head statistics `[4, Hq]`, counts `[2]`, three values of each row and its keys `[batch, Tq]`;
     empty where they are not asked for."""
-    rows = [torch.empty_like(lse) if stats == _ROWS else lse.new_empty(0) for _ in range(3)]
+    rows = [torch.empty_like(row) if stats == _ROWS else row.new_empty(0) for _ in range(3)]
     return (
-        lse.new_empty((4, heads) if stats else 0),
-        lse.new_empty(2 if stats else 0, dtype=torch.int64),
+        row.new_empty((4, row.shape[1]) if stats else 0),
+        row.new_empty(2 if stats else 0, dtype=torch.int64),
         rows,
-        lse.new_zeros((batch, lse.shape[2]) if stats == _ROWS else 0, dtype=torch.int64),
+        row.new_zeros((batch, row.shape[2]) if stats == _ROWS else 0, dtype=torch.int64),
     )
 
 
@@ -224,7 +225,8 @@ def _backward(d_out: Tensor, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tens
     args, keep = _arguments(*call)
     d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
     library = _library()
-    make = torch.empty if lse.numel() and k.numel() else torch.zeros
+    some = lse.numel() > 0 and k.shape[:3].numel() > 0
+    make = torch.empty if some else torch.zeros
     dq, dk, dv = (make(x.shape, dtype=x.dtype) for x in (q, k, v))
     parts = [
         None if gain is None else make(x.shape[0] * -(-x.shape[2] // part), x.shape[1], x.shape[3])
@@ -233,7 +235,7 @@ def _backward(d_out: Tensor, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tens
     d_sink = None if sink is None else make(q.shape[:2])
     args.point(out=out, lse=lse, d_out=d_out, dq=dq, dk=dk, dv=dv)
     args.point(dq_gain=parts[0], dk_gain=parts[1], d_sink=d_sink)
-    if lse.numel() and k.numel():
+    if some:
         _library().run("backward", args)
     del keep
     small = [
@@ -247,8 +249,8 @@ def _backward(d_out: Tensor, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tens
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     q, v, stats = arguments[0], arguments[2], arguments[-1]
     masked = arguments[8] is not None or arguments[9] is not None
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    heads, counts, rows, keys = _empty_statistics(lse, q.shape[1], q.shape[0] if masked else 1, stats)
+    lse = q.new_empty(2, *q.shape[:3], dtype=torch.float32)
+    heads, counts, rows, keys = _empty_statistics(lse[0], q.shape[0] if masked else 1, stats)
     return q.new_empty(*q.shape[:3], v.shape[-1]), lse, heads, counts, *rows, keys
 
 

@@ -39,8 +39,10 @@ def attention(call: Call) -> tuple[Tensor, Stats | None]:
     q_hat, k_hat = qk_norm_rope(
         call.q, call.k, q_gain=call.q_gain, k_gain=call.k_gain, eps=call.eps, rope=call.rope
     )
+    # The kernel multiplies hidden scores, which are -inf, by the scale: 0 would make them NaN.
+    is_zero = call.case().zero_scale
     out = _StockAttention.apply(
-        q_hat,
+        q_hat * 0.0 if is_zero else q_hat,
         k_hat,
         call.v,
         call.sink_logit,
@@ -49,7 +51,7 @@ def attention(call: Call) -> tuple[Tensor, Stats | None]:
         call.mask.key_padding,
         call.mask.causal,
         call.mask.window,
-        call.scale,
+        1.0 if is_zero else call.scale,
     )
     rows = stream_rows(q_hat, k_hat, call.mask, call.scale, call.sink_logit) if call.stats else None
     return out, call.reduce(rows)
