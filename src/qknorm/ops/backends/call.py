@@ -10,7 +10,6 @@ from torch import Tensor
 from qknorm.ops.stats import Rows, Stats, StatsRequest
 from qknorm.spec import Mask, Rope
 
-
 SMALLEST_FP32 = 2.0**-149
 
 
