@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,12 @@ settings.load_profile("qknorm")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+# Inductor's cache outlives a change of what our operators return: what an earlier version of them left
+# there must not be found. Workers inherit the folder.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="qknorm-inductor-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE.name
 
 
 def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -11,10 +11,10 @@ ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def test_the_readme_shows_the_layer_and_the_operator():
-    assert len(BLOCKS) == 2
+def test_the_readme_shows_layer_operator_and_monitor():
+    assert len(BLOCKS) == 3
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["layer", "operator"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["layer", "operator", "monitor"])
 def test_a_block_of_the_readme_runs(block):
     exec(compile(block, "README.md", "exec"), {})
