@@ -1,4 +1,4 @@
-"""Does the monitor warn before a run goes bad? Measured over the committed corpus of short runs.
+"""Does the monitor warn before a run goes bad? Measured over a corpus of short runs.
 
     python benchmarks/early_warning.py [--json] [--half tune|report] [--runs]
 
@@ -50,6 +50,8 @@ class Judged:
 
 def read(path: Path = CORPUS) -> list[Run]:
     """All runs of the corpus."""
+    if not path.exists():
+        raise SystemExit(f"no corpus at {path}: make it with benchmarks/early_warning_corpus.py")
     with lzma.open(path, "rt") as file:
         return [json.loads(line) for line in file]
 

@@ -14,7 +14,7 @@ from qknorm.monitor.layer import ATTRIBUTE, Layer, Switch
 from qknorm.monitor.measure import FIELD, clear_
 from qknorm.monitor.record import LayerRecord, Record, layer_record
 from qknorm.monitor.reduce import Key, Part, Place, Reducer
-from qknorm.monitor.taps import TAPS
+from qknorm.monitor.taps import TAPS, own
 
 Sink = Callable[[Record], None]
 
@@ -167,13 +167,13 @@ class Monitor:
                 q = k = 0
                 if self._offset is not None:
                     q, k = (self._offset(layer.name, n) for n in (layer.heads, layer.kv_heads))
-                place = Place(q, layer.heads, k, layer.kv_heads)
+                place = Place(q, layer.heads, k, layer.kv_heads, layer.tap == own.NAME)
                 parts[Key(layer.name, phase)] = Part(buffer=buffer[:, : layer.heads], place=place)
         merged = self._reducer.reduce(parts, device)
         by_phase: dict[str, dict[str, LayerRecord]] = {"train": {}}
-        for (name, phase), (buffer, kv_heads) in merged.items():
+        for (name, phase), (buffer, place) in merged.items():
             if buffer[FIELD["rows"]].sum() > 0:
-                by_phase.setdefault(phase, {})[name] = self._record(name, buffer, kv_heads)
+                by_phase.setdefault(phase, {})[name] = self._record(name, buffer, place)
         for layer in self.layers.values():
             for buffer in layer.buffers.values():
                 clear_(buffer)
@@ -190,17 +190,17 @@ class Monitor:
                 records.append(Record(step=self.step_count, phase=phase, layers=found, silent=silent))
         return records
 
-    def _record(self, name: str, buffer: torch.Tensor, kv_heads: int) -> LayerRecord:
-        layer = self.layers.get(name)
+    def _record(self, name: str, buffer: torch.Tensor, place: Place) -> LayerRecord:
+        layer = self.layers.get(name)  # None: it lives on another rank
         gain_max, bound = None, None
         if layer is not None:
             gain_max, bound = gain_and_bound(layer.module, layer.heads, layer.kv_heads, layer.scale)
         return layer_record(
             buffer,
-            kv_heads,
+            place.kv_heads,
             has_sink=bool(buffer[FIELD["sink"]].any()),
-            is_fused=layer is not None and layer.tap == "qknorm",
-            is_exact=layer is None or layer.exact,
+            is_fused=place.is_fused,
+            is_exact=place.is_fused or self._switch.rows is None or (layer is not None and layer.exact),
             gain_max=gain_max,
             bound=bound,
         )

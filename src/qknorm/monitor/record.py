@@ -27,8 +27,10 @@ class LayerRecord:
             query sees nothing before its own token; None where the fused pass does not tell.
         q_rms, k_rms: mean over tokens of the root mean square of q and k.
         q_rms_cv, k_rms_cv: its standard deviation (of the population) divided by its mean.
-        gain_max: largest |gain| of q and of k, where there is a norm that can be asked.
-        bound: the largest |logit| that the gains allow, where there is a norm without a bias.
+        gain_max: largest |gain| of q and of k, where there is a norm that can be asked, on
+            the ranks that hold the layer.
+        bound: the largest |logit| that the gains allow, where there is a norm without a bias, on the
+            ranks that hold the layer.
         coverage: "exact": over all rows; "sampled": over evenly spaced ones.
         rms_of: "product": q and k as they are multiplied; "projection": before norm and RoPE.
         rows: rows counted, per head.

@@ -27,12 +27,14 @@ class Key(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The heads [q, q + heads) and [k, k + kv_heads) of a layer that a rank holds."""
+    """The heads [q, q + heads) and [k, k + kv_heads) of a layer that a rank holds, and whether they are
+    those of a fused pass."""
 
     q: int
     heads: int
     k: int
     kv_heads: int
+    is_fused: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +63,10 @@ class Reducer:
         """Whether there is anyone to merge with."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
 
-    def reduce(self, parts: dict[Key, Part], device: torch.device) -> dict[Key, tuple[Tensor, int]]:
-        """Each buffer of the model, on the CPU in fp64, and its number of key heads."""
+    def reduce(self, parts: dict[Key, Part], device: torch.device) -> dict[Key, tuple[Tensor, Place]]:
+        """Each buffer of the model, on the CPU in fp64, and the place of all its heads."""
         if not self.is_distributed:
-            return {key: (p.buffer.cpu().double(), p.place.kv_heads) for key, p in parts.items()}
+            return {key: (p.buffer.cpu().double(), p.place) for key, p in parts.items()}
         mine = {key: part.place for key, part in parts.items()}
         if self.stale:
             self._agree(mine)
@@ -75,7 +77,7 @@ class Reducer:
             total[0] = -torch.inf
             part = parts.get(key)
             if part is not None and key in (self.mine or {}):
-                q, heads, k, kv_heads = part.place
+                q, heads, k, kv_heads, _ = part.place
                 total[:FIRST_OF_K, q : q + heads] = part.buffer[:FIRST_OF_K].to(wide)
                 total[FIRST_OF_K:, k : k + kv_heads] = part.buffer[FIRST_OF_K:, :kv_heads].to(wide)
             # NaN does not survive every MAX; it does survive a sum.
@@ -95,17 +97,18 @@ class Reducer:
         layout: dict[Key, Place] = {}
         for one in gathered:
             for key, place in one.items():
-                known = layout.get(key, Place(0, 0, 0, 0))
+                known = layout.get(key, Place(0, 0, 0, 0, place.is_fused))
                 layout[key] = Place(
                     0,
                     max(known.heads, place.q + place.heads),
                     0,
                     max(known.kv_heads, place.k + place.kv_heads),
+                    place.is_fused,
                 )
         self.layout = dict(sorted(layout.items()))
         self.mine = mine
 
-    def _unpack(self, maxima: Tensor, sums: Tensor) -> dict[Key, tuple[Tensor, int]]:
+    def _unpack(self, maxima: Tensor, sums: Tensor) -> dict[Key, tuple[Tensor, Place]]:
         found = {}
         for key, place in self.layout.items():
             H = place.heads
@@ -113,5 +116,5 @@ class Reducer:
             was_nan, rest, sums = sums[:H], sums[H : H * len(FIELDS)], sums[H * len(FIELDS) :]
             top = torch.where(was_nan > 0, torch.nan, top)
             buffer = torch.cat((top[None], rest.view(len(FIELDS) - 1, H))).double()
-            found[key] = (buffer, place.kv_heads)
+            found[key] = (buffer, place)
         return found

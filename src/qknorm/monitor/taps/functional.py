@@ -72,13 +72,25 @@ def attributed(forward: Callable[..., Any], layer: Layer | None) -> Callable[...
     return run
 
 
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give one module another forward; returns how to undo it."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+
+    def undo() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    return undo
+
+
 def install(layer: Layer) -> Callable[[], None]:
     """Let the module's forward say that it runs, and put the observed function where its code finds the
     original; returns how to undo it."""
-    module, original = layer.module, layer.module.forward
-    before = module.__dict__.get("forward")
-
-    module.forward = attributed(original, layer)
+    module = layer.module
+    restore = replace_forward(module, attributed(module.forward, layer))
     places = [vars(F), *{id(g): g for g in _globals(type(module))}.values()]
     for place in places:
         _Patched.enter(place)
@@ -86,10 +98,7 @@ def install(layer: Layer) -> Callable[[], None]:
     def undo() -> None:
         for place in places:
             _Patched.leave(place)
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
+        restore()
 
     return undo
 

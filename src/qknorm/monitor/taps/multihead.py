@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qknorm.monitor.layer import Layer
-from qknorm.monitor.taps.functional import attributed
+from qknorm.monitor.taps.functional import attributed, replace_forward
 
 NAME = "multihead"
 
@@ -22,9 +22,8 @@ def serves(module: nn.Module) -> bool:
 
 def install(layer: Layer) -> Callable[[], None]:
     """Wrap the module's forward; returns how to undo it."""
-    module = layer.module
     # What it calls inside is its own, not that of a module around it.
-    original, before = attributed(module.forward, None), module.__dict__.get("forward")
+    original = attributed(layer.module.forward, None)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -32,15 +31,7 @@ def install(layer: Layer) -> Callable[[], None]:
             _observe(layer, *args, **kwargs)
         return original(*args, **kwargs)
 
-    module.forward = forward
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    return undo
+    return replace_forward(layer.module, forward)
 
 
 def _observe(
@@ -67,7 +58,7 @@ def _observe(
             F.linear(x, w, b).unflatten(-1, (m.num_heads, m.head_dim)).transpose(1, 2)
             for x, w, b in zip((q, k), (weight_q, weight_k), bias, strict=True)
         ]
-        mask = _mask(m, heads[0], heads[1], key_padding_mask, attn_mask)
+        mask = _mask(m, key_padding_mask, attn_mask)
     layer.observe(*heads, mask=mask)
 
 
@@ -84,9 +75,7 @@ def _weights(m: nn.MultiheadAttention) -> tuple[Tensor, Tensor]:
     return m.q_proj_weight, m.k_proj_weight
 
 
-def _mask(
-    m: nn.MultiheadAttention, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None
-) -> Tensor | None:
+def _mask(m: nn.MultiheadAttention, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """In the sense of `F.scaled_dot_product_attention`: this module's bool masks say what is hidden."""
     if mask is not None:
         mask = mask if mask.dim() == 2 else mask.view(-1, m.num_heads, *mask.shape[1:])

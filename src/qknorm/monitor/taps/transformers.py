@@ -30,15 +30,9 @@ def serves(module: nn.Module) -> bool:
 
 
 def install(layer: Layer) -> Callable[[], None]:
-    """Mark the module, and wrap what is handed out while any is marked; returns how to undo it."""
-    layer.module.__dict__[ATTRIBUTE] = layer
+    """Wrap what is handed out while any layer is watched; returns how to undo it."""
     _Wrapped.enter()
-
-    def undo() -> None:
-        del layer.module.__dict__[ATTRIBUTE]
-        _Wrapped.leave()
-
-    return undo
+    return _Wrapped.leave
 
 
 class _Wrapped:
