@@ -146,7 +146,7 @@ static void one_call(int64_t missing) {
 
   const int64_t q_rows = a.B * a.Hq * a.Tq, k_rows = a.B * a.Hk * a.Tk, size = size_of(a.dtype);
   a.out = fresh<char>(q_rows * a.Dv * size);
-  a.lse = fresh<float>(q_rows);
+  a.lse = fresh<float>(2 * q_rows);
   const int64_t stats = dice(3), counted = a.key_ids ? a.B : 1;
   if (stats) a.head_stats = fresh<float>(4 * a.Hq), a.row_counts = fresh<int64_t>(2);
   if (stats == 2) {
@@ -157,7 +157,7 @@ static void one_call(int64_t missing) {
   a.workspace = fresh<char>(a.workspace_bytes);
   call<void>("qknorm_forward", (const QknormArgs *)&a);
   look("out", a.out, q_rows * a.Dv, a.dtype);
-  look_at_written("lse", a.lse, q_rows * 4);
+  look_at_written("lse", a.lse, 2 * q_rows * 4);
   if (stats) {
     look_at_written("head_stats", a.head_stats, 16 * a.Hq);
     look_at_written("row_counts", a.row_counts, 16);
