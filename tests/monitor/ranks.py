@@ -9,9 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
+from qknorm import Mask
 from qknorm.monitor import Monitor
+from qknorm.nn import Attention, AttentionConfig
 
 WIDTH, HEADS, D = 16, 4, 8
 
@@ -101,4 +104,58 @@ def run(rank: int, world: int, kind: str, extreme_head: int, folder: str) -> Non
             records.append([record.to_json() for record in monitor.step()])
     torch.save(records, Path(folder) / f"rank{rank}.pt")
     dist.barrier()  # a rank that leaves early cuts off those that still receive
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    """Attention of qknorm.nn and a projection, for wrappers that shard parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(AttentionConfig(dim=WIDTH, num_heads=HEADS, head_dim=D))
+        self.plain = Heads(*(torch.randn(HEADS * D, WIDTH) / 4 for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, mask=Mask(causal=True))[0]
+        return x + self.plain(x).transpose(1, 2).flatten(2)[..., :WIDTH]
+
+
+def train_blocks(kind: str, rank: int, world: int, *, attach_first: bool) -> list[Any]:
+    """Four steps of SGD under a wrapper; what was recorded, and the losses."""
+    torch.manual_seed(7)
+    model: Any = nn.Sequential(Block(), Block())
+    x = batch().chunk(world)[rank]
+    monitor = Monitor.attach(model, every=2) if attach_first else None
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif kind == "fsdp2":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    monitor = monitor or Monitor.attach(model, every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(4):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if world > 1:
+            dist.all_reduce(total, op=dist.ReduceOp.SUM)
+        records = [record.to_json() for record in monitor.step()]
+        found.append({"loss": float(total) / world, "records": records})
+    monitor.detach()
+    return found
+
+
+def run_wrapped(rank: int, world: int, kind: str, attach_first: bool, folder: str) -> None:
+    """One process of a wrapped training."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    found = train_blocks(kind, rank, world, attach_first=attach_first)
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    dist.barrier()
     dist.destroy_process_group()

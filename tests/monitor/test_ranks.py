@@ -71,3 +71,28 @@ def test_the_extreme_head_is_found_where_it_lives() -> None:
     for head in (0, 3):
         tops = _whole(head)[FIRST]["max_logit"]
         assert max(tops) == tops[head] > 5 * sorted(tops)[-2]
+
+
+@pytest.mark.parametrize("attach_first", [True, False])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_wrapped_training_gives_the_numbers_of_one_process(
+    kind: str, attach_first: bool, tmp_path: Path
+) -> None:
+    world = 2
+    mp.spawn(ranks.run_wrapped, (world, kind, attach_first, str(tmp_path)), nprocs=world)
+    wanted = ranks.train_blocks("alone", 0, 1, attach_first=True)
+    for rank in range(world):
+        found = torch.load(tmp_path / f"rank{rank}.pt")
+        assert [len(step["records"]) for step in found] == [1, 0, 1, 0]
+        for mine, whole in zip(found, wanted, strict=True):
+            assert math.isclose(mine["loss"], whole["loss"], rel_tol=1e-5)
+            for a, b in zip(mine["records"], whole["records"], strict=True):
+                layers = a["layers"]
+                for layer in (*layers.values(), *b["layers"].values()):  # rounding has time to grow
+                    for name, value in layer.items():
+                        if isinstance(value, list):
+                            layer[name] = [round(v, 4) for v in value]
+                        elif isinstance(value, float):
+                            layer[name] = round(value, 4)
+                _close(layers, b["layers"])
+                assert a["silent"] == b["silent"]

@@ -292,3 +292,22 @@ def test_a_model_compiled_before_is_watched_all_the_same() -> None:
         for step in range(4):
             compiled(x)
             assert bool(monitor.step()) == (step % 2 == 0)
+
+
+@pytest.mark.parametrize("shape", [(B * H,), (2, 1, H)], ids=["three axes", "five axes"])
+def test_other_numbers_of_axes(shape: tuple[int, ...]) -> None:
+    """[N, T, D] is one head; what comes before [H, T, D] is batch."""
+
+    class Axes(nn.Module):
+        def forward(self, q: Tensor, mask: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    torch.manual_seed(4)
+    q = torch.randn(*shape, T, D)
+    mask = CAUSAL[0].expand(shape[0], T, T) if len(shape) == 1 else CAUSAL[None].expand(2, 1, 1, T, T)
+    module = Axes()
+    with Monitor.attach(module, every=1) as monitor:
+        module(q, mask)
+        record = monitor.step()[0]
+    as_four = q.unsqueeze(1) if len(shape) == 1 else q.flatten(0, 1)
+    agree(record.layers[""], dense(as_four, as_four, CAUSAL))

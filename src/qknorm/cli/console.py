@@ -89,6 +89,9 @@ class RunProgress:
         if index not in self._tasks:
             self._tasks[index] = self._progress.add_task(title, total=steps)
             self._fields[index] = {}
+        if record["kind"] == "alert":
+            self._say(title, record)
+            return
         fields = self._fields[index]
         names = ("loss", "max_logit", "entropy_nats", "tokens_per_s")
         fields |= {name: record[name] for name in names if name in record}
@@ -104,3 +107,9 @@ class RunProgress:
                 f"{fields['tokens_per_s']:.0f} tok/s",
                 soft_wrap=True,
             )
+
+    def _say(self, title: str, alert: dict[str, Any]) -> None:
+        """Alarms above the progress; the rest is in the log."""
+        if alert["severity"] == "alarm" and (self._plain or not self._progress.disable):
+            what = f"{title}  alarm {alert['code']} at step {alert['step']}: {alert['message']}. "
+            err.print(Text(what + alert["advice"], style="bold red"), soft_wrap=True)

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from qknorm.lab import heatmaps
+from qknorm.lab.plot import layout
 from qknorm.lab.runs import Run
 
 # Okabe-Ito, told apart by every kind of colour vision; black is left to the text.
@@ -15,58 +17,51 @@ COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 
 def figures(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Title, caption, element id, css class and JSON of each plot."""
-    plots = [
-        _plot(
-            "loss",
-            "Loss",
-            "Training loss, nats per token; thin: every step, thick: smoothed.",
-            _loss(runs),
-        ),
+    plots = []
+    trained = [run for run in runs if run.steps]
+    if trained:
+        plots.append(
+            _plot(
+                "loss",
+                "Loss",
+                "Training loss, nats per token; thin: every step, thick: smoothed.",
+                _loss(trained),
+            )
+        )
+    plots += [
         _plot(
             "max-logit",
             "Largest attention logit",
-            "Over all layers and heads, log axis. Dotted: what the gains allow at most.",
-            _scalar(runs, "max_logit", log=True),
+            "Over all layers and heads, log axis. Dotted: what the gains allow at most. Band: when the "
+            "first growth alert expected a head at the level. Marks: alerts.",
+            _max_logit(runs),
         ),
         _plot(
             "entropy",
             "Entropy of the sharpest layer",
             "Mean over heads and rows, nats, lowest layer. Near 0 the softmax is one-hot.",
-            _scalar(runs, "entropy_nats"),
+            _entropy(runs),
         ),
-        _plot("grad-norm", "Gradient norm", "Before clipping, log axis.", _grad_norm(runs)),
     ]
-    ends = [run.final or run.watched[-1] for run in runs if run.final or run.watched]
-    for i, run in enumerate(runs):
-        if run.final or run.watched:
-            plots += _heatmaps(i, run, [end["layers"] for end in ends])
-    return plots
+    if trained:
+        plots.append(
+            _plot("grad-norm", "Gradient norm", "Before clipping, log axis.", _grad_norm(trained))
+        )
+    watched = [(i, run) for i, run in enumerate(runs) if run.end is not None]
+    for i, run in watched:
+        plots += heatmaps.over_time(i, run)
+    for i, run in watched:
+        plots += heatmaps.at_the_end(i, run, [end for other in runs if (end := other.end) is not None])
+    return [plot | {"json": _json(plot["figure"])} for plot in plots]
 
 
-def _plot(name: str, title: str, caption: str, figure: dict[str, Any]) -> dict[str, str]:
+def _json(figure: dict[str, Any]) -> str:
     # "</" inside a script element would end it.
-    text = json.dumps({k: figure[k] for k in ("data", "layout")}).replace("</", "<\\/")
-    return {"id": name, "title": title, "caption": caption, "json": text, "kind": figure["kind"]}
+    return json.dumps(figure, allow_nan=False).replace("</", "<\\/")
 
 
-def _layout(ytitle: str, *, log: bool = False) -> dict[str, Any]:
-    return {
-        "margin": {"l": 56, "r": 12, "t": 8, "b": 40},
-        "height": 300,
-        "xaxis": {"title": {"text": "step"}, "gridcolor": "#eee", "zeroline": False},
-        "yaxis": {
-            "title": {"text": ytitle},
-            "type": "log" if log else "linear",
-            "gridcolor": "#eee",
-            "zeroline": False,
-            "exponentformat": "power",
-        },
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": "system-ui, sans-serif", "size": 13},
-        "hovermode": "x unified",
-    }
+def _plot(name: str, title: str, caption: str, figure: dict[str, Any]) -> dict[str, Any]:
+    return {"id": name, "title": title, "caption": caption, "figure": figure, "kind": "curve"}
 
 
 def _line(name: str, x: list[Any], y: list[Any], colour: str, **line: Any) -> dict[str, Any]:
@@ -101,20 +96,88 @@ def _loss(runs: Sequence[Run]) -> dict[str, Any]:
             | {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip"}
         )
         data.append(_line(run.title, x, _smooth(y), colour))
-    return {"data": data, "layout": _layout("nats per token"), "kind": "curve"}
+    return {"data": data, "layout": layout("nats per token")}
 
 
-def _scalar(runs: Sequence[Run], key: str, *, log: bool = False) -> dict[str, Any]:
+def _max_logit(runs: Sequence[Run]) -> dict[str, Any]:
     data = []
     for run, colour in _coloured(runs):
-        x = [r["step"] for r in run.watched]
-        data.append(_line(run.title, x, [r[key] for r in run.watched], colour))
-        bounds = [r["layers"]["bound"] for r in run.watched]
-        if key == "max_logit" and bounds and all(bounds):
-            top = [max(map(max, bound)) for bound in bounds]
+        x = [record.step for record in run.attention]
+        data.append(_line(run.title, x, [_finite(r.max_logit) for r in run.attention], colour))
+        bounds = [[layer.bound for layer in r.layers.values()] for r in run.attention]
+        if bounds and all(b is not None for bound in bounds for b in bound):
+            top = [_finite(max(b for b in bound if b is not None)) for bound in bounds]
             data.append(_line(f"{run.title}, bound", x, top, colour, width=1.5, dash="dot"))
-    unit = "nats" if key == "entropy_nats" else "logit"
-    return {"data": data, "layout": _layout(unit, log=log), "kind": "curve"}
+        data += _forecast(run, colour) + _alert_marks(run, colour)
+    return {"data": data, "layout": layout("logit", log=True)}
+
+
+def _forecast(run: Run, colour: str) -> list[dict[str, Any]]:
+    """The band of the first growth alert: from what was seen to the level, early and late."""
+    alert = next((a for a in run.alerts if a.code == "QM002"), None)
+    if alert is None:
+        return []
+    start, seen = alert.step, alert.evidence["max_logit"]
+    early, late, level = (alert.evidence[name] for name in ("early", "late", "level"))
+    hover = "skip"
+    return [
+        {
+            "type": "scatter",
+            "mode": "none",
+            "name": f"{run.title}, forecast at step {start}",
+            "x": [start, early, late, start],
+            "y": [seen, level, level, seen],
+            "fill": "toself",
+            "fillcolor": colour,
+            "opacity": 0.25,
+            "hoverinfo": hover,
+            "showlegend": False,
+        }
+    ]
+
+
+SYMBOLS: dict[str, str] = {"info": "circle-open", "warning": "triangle-up", "alarm": "x"}
+
+
+def _alert_marks(run: Run, colour: str) -> list[dict[str, Any]]:
+    """One mark for each record and severity, where the curve was; information is left to the table."""
+    height = {record.step: _finite(record.max_logit) for record in run.attention}
+    said: dict[tuple[int, str], list[str]] = {}
+    for alert in run.alerts:
+        if alert.severity != "info":
+            said.setdefault((alert.step, alert.severity), []).append(f"{alert.code} {alert.message}")
+    marks = []
+    for severity in ("warning", "alarm"):
+        points = [(step, texts) for (step, kind), texts in said.items() if kind == severity]
+        if points:
+            marks.append(
+                {
+                    "type": "scatter",
+                    "mode": "markers",
+                    "name": f"{run.title}, {severity}",
+                    "x": [step for step, _ in points],
+                    "y": [height.get(step) for step, _ in points],
+                    "text": [
+                        "<br>".join(t[:4] + [f"and {len(t) - 4} more"] * (len(t) > 4)) for _, t in points
+                    ],
+                    "hovertemplate": "step %{x}: %{text}<extra></extra>",
+                    "marker": {"color": colour, "size": 10, "symbol": SYMBOLS[severity]},
+                    "showlegend": False,
+                }
+            )
+    return marks
+
+
+def _entropy(runs: Sequence[Run]) -> dict[str, Any]:
+    data = []
+    for run, colour in _coloured(runs):
+        x = [record.step for record in run.attention]
+        data.append(_line(run.title, x, [_finite(r.entropy_nats) for r in run.attention], colour))
+    return {"data": data, "layout": layout("nats")}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _grad_norm(runs: Sequence[Run]) -> dict[str, Any]:
@@ -128,75 +191,7 @@ def _grad_norm(runs: Sequence[Run]) -> dict[str, Any]:
         )
         for run, colour in _coloured(runs)
     ]
-    return {"data": data, "layout": _layout("norm", log=True), "kind": "curve"}
-
-
-def _heatmaps(index: int, run: Run, every: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Layer x head at the end: largest logit and entropy, on one colour scale for all runs."""
-    when = "held-out text, end of the run" if run.final else f"step {run.watched[-1]['step']}"
-    layers = (run.final or run.watched[-1])["layers"]
-    logits = [math.log10(max(x, 1.0)) for end in every for x in _numbers(end["max_logit"])]
-    entropies = [x for end in every for x in _numbers(end["entropy_nats"])]
-    logit_colour = [
-        [None if x is None else math.log10(max(x, 1.0)) for x in row] for row in layers["max_logit"]
-    ]
-    return [
-        _plot(
-            f"heat-{index}-max-logit",
-            f"Largest logit: {run.title}",
-            f"Layer x head, {when}. Colour by magnitude, the same for all runs.",
-            _heatmap(layers["max_logit"], logit_colour, ("#fff7ee", "#d55e00"), max(logits, default=1)),
-        ),
-        _plot(
-            f"heat-{index}-entropy",
-            f"Entropy, nats: {run.title}",
-            f"Layer x head, {when}. Dark is sharp, the same for all runs.",
-            _heatmap(
-                layers["entropy_nats"],
-                layers["entropy_nats"],
-                ("#0072b2", "#f2f8fc"),
-                max(entropies, default=1),
-            ),
-        ),
-    ]
-
-
-def _numbers(table: list[list[float | None]]) -> list[float]:
-    return [x for row in table for x in row if x is not None]
-
-
-def _heatmap(
-    values: list[list[float | None]],
-    colour_values: list[list[float | None]],
-    ends: tuple[str, str],
-    top: float,
-) -> dict[str, Any]:
-    layout = _layout("layer")
-    heads, depth = len(values[0]), len(values)
-    layout |= {"height": 90 + 34 * min(depth, 16), "hovermode": "closest"}
-    layout["xaxis"] = {"title": {"text": "head"}, "dtick": 1 if heads <= 16 else 8}
-    layout["yaxis"] = {
-        "title": {"text": "layer"},
-        "autorange": "reversed",
-        "dtick": 1 if depth <= 16 else 8,
-    }
-    text = [
-        ["-" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.2f}" for x in row] for row in values
-    ]
-    data = {
-        "type": "heatmap",
-        "z": colour_values,
-        "text": text,
-        "zmin": 0,
-        "zmax": top or 1,
-        "colorscale": [[0, ends[0]], [1, ends[1]]],
-        "texttemplate": "%{text}" if heads <= 16 else "",
-        "xgap": 2,
-        "ygap": 2,
-        "showscale": False,
-        "hovertemplate": "layer %{y}, head %{x}: %{text}<extra></extra>",
-    }
-    return {"data": [data], "layout": layout, "kind": "heat"}
+    return {"data": data, "layout": layout("norm", log=True)}
 
 
 def _coloured(runs: Sequence[Run]) -> list[tuple[Run, str]]:

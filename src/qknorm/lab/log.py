@@ -1,7 +1,7 @@
 """The log of a run: one JSON object a line, flushed as it is written, cut back on resume.
 
-Lines have a `kind`: "step" for every step, "final" once at the end. Values that are not finite are
-written as null.
+Lines have a `kind`: "step" for every step, "alert" for each alert, "final" once at the end. Values that
+are not finite are written as null.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class MetricsLog:
             kept = [
                 line
                 for line in read(self.path)
-                if line["kind"] == "step" and line["step"] <= resume_after
+                if line["kind"] != "final" and line["step"] <= resume_after
             ]
+        self.kept = kept
         files.replace_file(
             self.path, lambda file: file.write("".join(json.dumps(r) + "\n" for r in kept).encode())
         )

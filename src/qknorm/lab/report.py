@@ -107,7 +107,7 @@ def write_report(runs: Sequence[Run], path: Path) -> Path:
     summary = [run.final for run in runs if run.final is not None]
     page = template.render(
         plotly=get_plotlyjs(),
-        sentences=words(summary),
+        sentences=words(summary) + _alarms(runs),
         runs=runs,
         curves=figures(runs),
         shared=_shared([_flat(run.config) for run in runs]),
@@ -117,6 +117,16 @@ def write_report(runs: Sequence[Run], path: Path) -> Path:
     )
     replace_file(path, lambda file: file.write(page.encode()))
     return path
+
+
+def _alarms(runs: Sequence[Run]) -> list[str]:
+    """What the first alarm of each run said."""
+    sentences = []
+    for run in runs:
+        alarm = next((alert for alert in run.alerts if alert.severity == "alarm"), None)
+        if alarm is not None:
+            sentences.append(f"{run.title}: alarm {alarm.code} at step {alarm.step}: {alarm.message}.")
+    return sentences
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:

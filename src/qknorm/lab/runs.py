@@ -10,6 +10,12 @@ from typing import Any
 
 from qknorm.lab.files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE
 from qknorm.lab.log import read
+from qknorm.lab.timeline import Timeline, lab_record, log_file
+from qknorm.monitor.alerts import ORDER, Alert
+from qknorm.monitor.record import Record
+from qknorm.monitor.to.jsonl import RANK_FILES, read_lines
+
+MOST_ALERTS = 40  # of a run, in a report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +24,13 @@ class Run:
 
     Attributes:
         name: of the folder.
-        title: arm, rate and seed; with the folder where that is not enough.
-        config, environment: as saved.
-        steps: records of every step.
-        final: the last record, None for a run that has not ended.
+        title: arm, rate and seed; with the folder where that is not enough, and the folder alone for a
+            run that is not of the lab.
+        config, environment: as saved; empty for a run that is not of the lab.
+        steps: lines of every step of the lab.
+        final: the last line, None for a run that has not ended.
+        attention: what was recorded of it in training.
+        alerts: as they were given.
     """
 
     name: str
@@ -30,11 +39,38 @@ class Run:
     environment: dict[str, Any]
     steps: list[dict[str, Any]]
     final: dict[str, Any] | None
+    attention: list[Record]
+    alerts: list[Alert]
 
     @property
-    def watched(self) -> list[dict[str, Any]]:
-        """The records that hold attention statistics."""
-        return [record for record in self.steps if "layers" in record]
+    def last_step(self) -> int:
+        """The newest one."""
+        return max(
+            self.steps[-1]["step"] if self.steps else 0, *(r.step for r in self.attention[-1:]), 0
+        )
+
+    @property
+    def has_alarm(self) -> bool:
+        """Whether there was an alarm."""
+        return any(alert.severity == "alarm" for alert in self.alerts)
+
+    @property
+    def alert_counts(self) -> str:
+        """How many of each severity, in words."""
+        counts = [(name, sum(a.severity == name for a in self.alerts)) for name in reversed(ORDER)]
+        return ", ".join(f"{n} {name}{'s' * (n > 1 and name != 'info')}" for name, n in counts if n)
+
+    @property
+    def worst_alerts(self) -> list[Alert]:
+        """At most MOST_ALERTS: the most severe, then the first."""
+        return sorted(self.alerts, key=lambda a: (-ORDER.index(a.severity), a.step))[:MOST_ALERTS]
+
+    @property
+    def end(self) -> Record | None:
+        """Attention on held-out text at the end, or else the newest record."""
+        if self.final is not None:
+            return lab_record(self.final, "eval")
+        return self.attention[-1] if self.attention else None
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -44,12 +80,14 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for folder in folders:
-        if (folder / METRICS_FILE).is_file():
+        if log_file(folder) is not None:
             inside = [folder]
         else:
-            inside = sorted(log.parent for log in folder.glob(f"*/{METRICS_FILE}"))
+            inside = sorted(path for path in folder.glob("*/") if log_file(path) is not None)
         if not inside:
-            raise ValueError(f"{folder} is no run and holds none: it has no {METRICS_FILE}")
+            raise ValueError(
+                f"{folder} is no run and holds none: it has no {METRICS_FILE} and no {RANK_FILES}"
+            )
         found += inside
     return found
 
@@ -65,19 +103,26 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def _load(folder: Path) -> Run:
-    records = read(folder / METRICS_FILE)
-    steps = [record for record in records if record["kind"] == "step"]
-    if not steps:
+    path = log_file(folder)
+    if path is None:
+        raise ValueError(f"no log in {folder}: is this the folder of a run?")
+    is_lab = path.name == METRICS_FILE
+    lines = read(path) if is_lab else list(read_lines(path))
+    timeline = Timeline()
+    for line in lines:
+        timeline.feed(line)
+    if timeline.step < 0:
         raise ValueError(f"{folder} holds no step yet: nothing to report")
-    final = [record for record in records if record["kind"] == "final"]
-    config = _read_json(folder / CONFIG_FILE)
+    config = _read_json(folder / CONFIG_FILE) if is_lab else {}
     return Run(
         name=folder.name,
-        title=f"{config['arm']}, lr {config['lr']:g}, seed {config['seed']}",
+        title=f"{config['arm']}, lr {config['lr']:g}, seed {config['seed']}" if is_lab else folder.name,
         config=config,
-        environment=_read_json(folder / ENVIRONMENT_FILE),
-        steps=steps,
-        final=final[-1] if final else None,
+        environment=_read_json(folder / ENVIRONMENT_FILE) if is_lab else {},
+        steps=[line for line in lines if line["kind"] == "step"],
+        final=timeline.final,
+        attention=timeline.records,
+        alerts=timeline.alerts,
     )
 
 

@@ -21,7 +21,9 @@ from torch.nn import functional as F
 from qknorm.lab import checkpoint, data, environment, files
 from qknorm.lab.log import MetricsLog, require_tensorboard
 from qknorm.lab.model import LanguageModel, ModelConfig
+from qknorm.lab.timeline import lab_record
 from qknorm.lab.verdict import divergence
+from qknorm.monitor.alerts import Alerts
 from qknorm.nn import param_groups
 from qknorm.ops import Stats
 from qknorm.spec import check_eps
@@ -325,7 +327,7 @@ def train(
         folder: where it goes.
         resume: continue from its checkpoint.
         overwrite: start anew in a folder that holds a run.
-        on_record: called with every record as it is logged.
+        on_record: called with every record, and every alert, as it is logged.
 
     Raises:
         ValueError: bad input, or a folder that holds a run already.
@@ -348,9 +350,17 @@ def train(
         folder, resume_after=None if state is None else trainer.step, tensorboard=config.tensorboard
     )
 
+    alerts = Alerts()
+    alerts.replay(lab_record(record) for record in log.kept if "layers" in record)
+
     def put(record: dict[str, Any]) -> None:
         log.write(record)
         on_record(record)
+        if record["kind"] == "step" and "layers" in record:
+            for alert in alerts(lab_record(record)):
+                line = {"kind": "alert"} | alert.to_json()
+                log.write(line)
+                on_record(line)
 
     try:
         with _stop_requests() as stop_asked:

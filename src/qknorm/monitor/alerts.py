@@ -7,7 +7,7 @@ Level alone is no alarm: healthy runs pass 50 and end well. ALARM is kept for wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -75,7 +75,8 @@ class Thresholds:
         frozen: below this it attends to one key.
         uniform: above this it attends to all keys alike.
         most: share of a layer's heads that makes it the layer.
-        persistence: records in a row for "dead" and "frozen".
+        persistence: records in a row for "dead" and "frozen", and records without a finding after which
+            it is told anew.
         loosening: growth of the bound, newest against oldest record kept, that is worth a word.
     """
 
@@ -87,6 +88,9 @@ class Thresholds:
     most: float = 0.75
     persistence: int = 5
     loosening: float = 2.0
+
+
+_Key = tuple[str, "str | None", "int | None", str]  # code, layer, head, severity
 
 
 @dataclass(kw_only=True)
@@ -101,20 +105,32 @@ class Alerts:
     thresholds: Thresholds = field(default_factory=Thresholds)
     to: list[Callable[[Alert], None]] = field(default_factory=list)
     history: History = field(default_factory=History)
-    _standing: set[tuple[str, str | None, int | None, str]] = field(default_factory=set)
+    _standing: dict[_Key, int] = field(default_factory=dict)
+    _records: int = 0
 
     def __call__(self, record: Record) -> list[Alert]:
         """The alerts that are new with this record."""
-        if record.phase != "train":
-            return []
-        self.history.add(record)
-        standing = {(a.code, a.layer, a.head, a.severity): a for a in self._all()}
-        new = [alert for key, alert in standing.items() if key not in self._standing]
-        self._standing = set(standing)
+        new = self._new(record)
         for alert in new:
             for send in self.to:
                 send(alert)
         return new
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Take in what an earlier session has recorded, without saying again what it said."""
+        for record in records:
+            self._new(record)
+
+    def _new(self, record: Record) -> list[Alert]:
+        if record.phase != "train":
+            return []
+        self.history.add(record)
+        self._records += 1
+        found: dict[_Key, Alert] = {(a.code, a.layer, a.head, a.severity): a for a in self._all()}
+        over = self._records - self.thresholds.persistence
+        standing = {key: seen for key, seen in self._standing.items() if seen >= over}
+        self._standing = standing | dict.fromkeys(found, self._records)
+        return [alert for key, alert in found.items() if key not in standing]
 
     def _all(self) -> Iterator[Alert]:
         for name, why in self.history.silent.items():
@@ -183,6 +199,7 @@ def _growth(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
                 {
                     "max_logit": value,
                     "doubling_steps": growth.doubling_steps,
+                    "level": t.level_warning,
                     "early": early,
                     "late": late,
                 },

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -21,8 +24,18 @@ def gain_and_bound(
 ) -> tuple[tuple[float, float] | None, float | None]:
     """Largest |gain| of q and of k, and the largest |logit| that they allow; None for what is not known.
 
-    The rotation is not looked at: the bound holds for any that does not stretch.
+    The rotation is not looked at: the bound holds for any that does not stretch. Gains that are sharded
+    over ranks are gathered, so that all ranks that hold the layer have to ask.
     """
+    norm = module.norm if isinstance(module, Attention) else None
+    watched = [norm] if norm is not None else list(_norms(module) or ())
+    with _gathered(watched):
+        return _gain_and_bound(module, heads, kv_heads, scale)
+
+
+def _gain_and_bound(
+    module: nn.Module, heads: int, kv_heads: int, scale: float | None
+) -> tuple[tuple[float, float] | None, float | None]:
     if isinstance(module, Attention):
         if module.norm is None:
             return None, None
@@ -43,6 +56,18 @@ def gain_and_bound(
         if gain.dim() == 1 and gain.numel() != D:  # one statistic over all heads: one can hold all of it
             bound *= H**0.5
     return top, bound
+
+
+@contextmanager
+def _gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Whole parameters in place of distributed ones."""
+    with ExitStack() as undo, torch.no_grad():
+        for module in (part for one in modules for part in one.modules()):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and hasattr(parameter, "full_tensor"):  # a DTensor
+                    undo.callback(module._parameters.__setitem__, name, parameter)
+                    module._parameters[name] = nn.Parameter(parameter.full_tensor(), requires_grad=False)
+        yield
 
 
 def _largest(gain: Tensor | None) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from qknorm.monitor.measure import MAX_HEADS, new_buffer
+from qknorm.monitor.measure import MAX_HEADS, ScoreMod, new_buffer, observe_score_mod
 from qknorm.ops import Stats
 
 # Set on a module while it is observed. A plain attribute: no hook, which a compiled model may never run.
@@ -64,6 +64,7 @@ class Layer:
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        score_mod: ScoreMod | None = None,
     ) -> None:
         """Add one call: q `[B, Hq, Tq, D]` and k `[B, Hk, Tk, D]` as they enter the product."""
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -75,6 +76,15 @@ class Layer:
         rows = self.switch.rows
         if rows is not None and rows < q.shape[2]:
             self.exact = False
+        if score_mod is not None:
+            if torch.compiler.is_compiling():
+                self.trouble = (
+                    "score_mod inside a compiled model cannot be measured; compile flex_attention"
+                )
+            else:
+                buffer = self.buffer(q, k, scale)
+                observe_score_mod(buffer, q.detach(), k.detach(), mask, scale, score_mod, rows)
+            return
         torch.ops.qknorm.monitor_observe(
             self.buffer(q, k, scale),
             q.detach(),

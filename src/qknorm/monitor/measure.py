@@ -8,6 +8,7 @@ Shapes: B batch, Tq / Tk tokens, Hq / Hk heads, G = Hq / Hk, D head width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from qknorm import spec
 from qknorm.ops.logit_stats import full_precision_matmul
+
+# FlexAttention's: (score, batch, head, query, key) -> score, on scalars.
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Scores held at once: 4 MiB in fp32.
 SCORE_BUDGET = 1 << 20
@@ -87,14 +91,11 @@ def _observe(
     softcap: float | None,
     rows: int | None,
 ) -> None:
-    if in_backward() or q.numel() == 0 or k.numel() == 0:
-        return
-    buffer = _columns(buffer, q)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False), full_precision_matmul():
-        view = View(q.shape[2], k.shape[2], mask, causal, window, q.device)
-        _add_logits(buffer, q, k, view, sink, scale, softcap, rows)
-        _add_rms(buffer, "q", q, view.real)
-        _add_rms(buffer, "k", k, view.real if q.shape[2] == k.shape[2] else None)
+
+    def modify(s: Tensor, queries: Tensor) -> Tensor:
+        return s if softcap is None else s.div_(softcap).tanh_().mul_(softcap)
+
+    _add_call(buffer, q, k, mask, sink, causal, window, scale, modify, rows)
 
 
 @torch.library.register_fake("qknorm::monitor_observe")
@@ -111,6 +112,56 @@ def _(
     rows: int | None,
 ) -> None:
     return None
+
+
+def observe_score_mod(
+    buffer: Tensor,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    score_mod: ScoreMod,
+    rows: int | None,
+) -> None:
+    """`monitor_observe` with a function that changes logits, as FlexAttention has, which no operator
+    takes."""
+    over = (
+        (0, None, None, None, 0),
+        (0, None, None, 0, None),
+        (0, None, 0, None, None),
+        (0, 0, *[None] * 3),
+    )
+    for axes in over:  # keys, queries, heads, batch
+        score_mod = torch.vmap(score_mod, in_dims=axes)
+
+    def modify(s: Tensor, queries: Tensor) -> Tensor:
+        b, h, kv = (torch.arange(n, device=s.device) for n in (s.shape[0], s.shape[1], s.shape[3]))
+        return score_mod(s, b, h, queries.to(s.device), kv).to(s.dtype)
+
+    _add_call(buffer, q, k, mask, None, False, None, scale, modify, rows)
+
+
+def _add_call(
+    buffer: Tensor,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    modify: Callable[[Tensor, Tensor], Tensor],
+    rows: int | None,
+) -> None:
+    """`modify(s, queries)` maps scaled products `[B, Hq, n, hi]` to logits, before the bias."""
+    if in_backward() or q.numel() == 0 or k.numel() == 0:
+        return
+    buffer = _columns(buffer, q)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False), full_precision_matmul():
+        view = View(q.shape[2], k.shape[2], mask, causal, window, q.device)
+        _add_logits(buffer, q, k, view, sink, scale, modify, rows)
+        _add_rms(buffer, "q", q, view.real)
+        _add_rms(buffer, "k", k, view.real if q.shape[2] == k.shape[2] else None)
 
 
 torch.library.define(
@@ -219,7 +270,7 @@ def _add_logits(
     view: View,
     sink: Tensor | None,
     scale: float,
-    softcap: float | None,
+    modify: Callable[[Tensor, Tensor], Tensor],
     rows: int | None,
 ) -> None:
     """Blocks of queries against all keys that they may see."""
@@ -237,8 +288,7 @@ def _add_logits(
         part, n = some.to(q_BHTD.device), len(some)
         grouped = q_BHTD[:, :, part].to(wide).reshape(B, Hk, Hq // Hk * n, -1)
         s = (grouped @ k_BHTD[:, :, :hi].to(wide).mT).view(B, Hq, n, hi).mul_(scale)
-        if softcap is not None:
-            s = s.div_(softcap).tanh_().mul_(softcap)
+        s = modify(s, some)
         if bias is not None:
             s = s + bias
         s = s.masked_fill(~visible, -torch.inf)

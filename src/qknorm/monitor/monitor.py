@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from qknorm.monitor.record import LayerRecord, Record, layer_record
 from qknorm.monitor.reduce import Key, Part, Place, Reducer
 from qknorm.monitor.taps import TAPS, own
 
-Sink = Callable[[Record], None]
+# Names under which wrappers of torch keep what they wrap.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+Sink = Callable[[Record], object]
 
 
 class Monitor:
@@ -56,7 +59,7 @@ class Monitor:
     @classmethod
     def attach(
         cls,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         *,
         every: int = 10,
         rows: int | None = None,
@@ -68,7 +71,8 @@ class Monitor:
 
         Args:
             model: holds `qknorm.nn.Attention`, Hugging Face attention, `nn.MultiheadAttention`, or
-                modules that call `F.scaled_dot_product_attention`. A compiled model is compiled anew.
+                modules that call `F.scaled_dot_product_attention` or `flex_attention`. A compiled
+                model is compiled anew. Several: the parts of a pipelined model on this rank.
             every: steps between observed ones; 1 for all.
             rows: look at this many evenly spaced queries of each sequence instead of all; records then
                 say "sampled". Layers of `qknorm.nn` are always exact.
@@ -86,18 +90,24 @@ class Monitor:
         switch = Switch(rows=rows)
         layers: dict[str, Layer] = {}
         undo: list[Callable[[], None]] = []
-        for name, module in model.named_modules():
+        parts = [_bare(m) for m in ([model] if isinstance(model, nn.Module) else model)]
+        for name, module in (named for part in parts for named in part.named_modules()):
             if ATTRIBUTE in module.__dict__:
-                raise ValueError(f"{name or type(model).__name__} is watched already: detach that first")
+                raise ValueError(
+                    f"{name or type(module).__name__} is watched already: detach that first"
+                )
             tap = next((tap for tap in TAPS if tap.serves(module)), None)
             if tap is not None:
-                name = name.removeprefix("_orig_mod.")
+                name = _plain_name(name)
+                if name in layers:
+                    raise ValueError(f"two parts of the model have a layer {name}: names must differ")
                 layers[name] = Layer(name=name, module=module, tap=tap.NAME, switch=switch)
         if not layers and not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
-                f"{type(model).__name__} has no attention that can be watched: no qknorm.nn.Attention, "
-                "Hugging Face attention, nn.MultiheadAttention, or a module that calls "
-                "F.scaled_dot_product_attention"
+                f"{', '.join(type(part).__name__ for part in parts)} has no attention that can be "
+                "watched: no qknorm.nn.Attention, Hugging Face attention, nn.MultiheadAttention, "
+                "or a module that calls "
+                "F.scaled_dot_product_attention or flex_attention"
             )
         taps = {tap.NAME: tap for tap in TAPS}
         for layer in layers.values():
@@ -204,3 +214,19 @@ class Monitor:
             gain_max=gain_max,
             bound=bound,
         )
+
+
+def _plain_name(path: str) -> str:
+    """Without what compilation and checkpointing put in between: a layer keeps its name."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Without what wraps a whole model."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any, Literal
 
 from torch import Tensor
@@ -78,6 +79,11 @@ class Record:
     def max_logit(self) -> float:
         """The largest logit of the model; -inf if nothing was seen."""
         return worst([layer.top for layer in self.layers.values()])
+
+    @property
+    def entropy_nats(self) -> float:
+        """Of the sharpest layer, mean over its heads; inf if nothing was seen."""
+        return min((fmean(layer.entropy_nats) for layer in self.layers.values()), default=math.inf)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values. NaN and infinities stay; the writer of the file encodes them."""

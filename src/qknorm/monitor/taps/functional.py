@@ -1,5 +1,5 @@
-"""Any module whose code calls `F.scaled_dot_product_attention`: the function is replaced, where the code
-of the module finds it, by one that looks first.
+"""Any module whose code calls `F.scaled_dot_product_attention` or `flex_attention`, compiled or not: the
+function is replaced, where the code of the module finds it, by one that looks first.
 
 Not by a torch function mode: under one a compiler cannot trace such methods as `Tensor.split`.
 """
@@ -14,22 +14,30 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import flex_attention as flex
 
 from qknorm.monitor.layer import Layer
 
-NAME = "sdpa"
-CALL = "scaled_dot_product_attention"
+NAME = "functional"
 
 
 def serves(module: nn.Module) -> bool:
-    """Whether a method of the module's class, or of a base outside torch, names the call."""
-    return any(
-        CALL in _names(code)
-        for base in type(module).__mro__
-        if not base.__module__.startswith("torch.")
-        for method in vars(base).values()
-        if (code := getattr(getattr(method, "__wrapped__", method), "__code__", None)) is not None
+    """Whether a method of the module's class, or of a base outside torch, names one of the functions."""
+    named: set[str] = set()
+    for base in _bases(type(module)):
+        for method in vars(base).values():
+            code = getattr(getattr(method, "__wrapped__", method), "__code__", None)
+            if code is not None:
+                named.update(_names(code))
+    return bool(named & _OBSERVERS.keys()) or any(
+        name in named and _observer(_callable(value)) is not None
+        for place in _places(type(module))
+        for name, value in place.items()
     )
+
+
+def _bases(cls: type) -> Iterator[type]:
+    return (base for base in cls.__mro__ if not base.__module__.startswith("torch."))
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -46,15 +54,6 @@ class _Running:
 
 
 RUNNING = _Running()
-_ORIGINAL = F.scaled_dot_product_attention
-
-
-def _observed(*args: Any, **kwargs: Any) -> Tensor:
-    """`F.scaled_dot_product_attention`, seen."""
-    layer = RUNNING.layer
-    if layer is not None and layer.switch.on:
-        _observe(layer, *args, **kwargs)
-    return _ORIGINAL(*args, **kwargs)
 
 
 def attributed(forward: Callable[..., Any], layer: Layer | None) -> Callable[..., Any]:
@@ -87,53 +86,90 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 
 def install(layer: Layer) -> Callable[[], None]:
-    """Let the module's forward say that it runs, and put the observed function where its code finds the
-    original; returns how to undo it."""
+    """Let the module's forward say that it runs, and put observed functions where its code finds the
+    originals; returns how to undo it."""
     module = layer.module
     restore = replace_forward(module, attributed(module.forward, layer))
-    places = [vars(F), *{id(g): g for g in _globals(type(module))}.values()]
-    for place in places:
-        _Patched.enter(place)
+    owners = _owners(type(module))
+    for owner in owners:
+        _Patched.enter(owner)
 
     def undo() -> None:
-        for place in places:
-            _Patched.leave(place)
+        for owner in owners:
+            _Patched.leave(owner)
         restore()
 
     return undo
 
 
-def _globals(cls: type) -> Iterator[dict[str, Any]]:
-    """The names that the methods of a class see, its bases included."""
-    for base in cls.__mro__:
+class _Names:
+    """The global names of a Python module as attributes."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.__dict__ = names
+
+
+def _owners(cls: type) -> list[Any]:
+    """What holds the names that the methods of a class see: F, its modules, itself and its bases."""
+    spaces = {id(vars(F)): vars(F), id(vars(flex)): vars(flex)}
+    for base in _bases(cls):
         for function in vars(base).values():
-            if base is not nn.Module and hasattr(function, "__globals__"):
-                yield function.__globals__
+            if hasattr(function, "__globals__"):
+                spaces[id(function.__globals__)] = function.__globals__
+    return [_Names(space) for space in spaces.values() if space is not globals()] + list(_bases(cls))
+
+
+def _places(cls: type) -> list[Any]:
+    return [vars(owner) for owner in _owners(cls)]
+
+
+def _callable(value: Any) -> Any:
+    return value.__func__ if isinstance(value, staticmethod) else value
 
 
 class _Patched:
-    """Namespaces in which the original is replaced, by how many layers, and under which names."""
+    """Namespaces in which originals are replaced, by how many layers, and what was there."""
 
     users: ClassVar[dict[int, int]] = {}
-    names: ClassVar[dict[int, list[str]]] = {}
+    before: ClassVar[dict[int, dict[str, Any]]] = {}
 
     @classmethod
-    def enter(cls, place: dict[str, Any]) -> None:
-        cls.users[id(place)] = cls.users.get(id(place), 0) + 1
-        if cls.users[id(place)] == 1:
-            names = [name for name, value in place.items() if value is _ORIGINAL]
-            cls.names[id(place)] = [n for n in names if place is not globals()]
-            place.update(dict.fromkeys(cls.names[id(place)], _observed))
+    def enter(cls, owner: Any) -> None:
+        place = id(owner.__dict__) if isinstance(owner, _Names) else id(owner)
+        cls.users[place] = cls.users.get(place, 0) + 1
+        if cls.users[place] > 1:
+            return
+        found = {name: v for name, v in vars(owner).items() if _observer(_callable(v)) is not None}
+        cls.before[place] = found
+        for name, value in found.items():
+            wrapped = _observed(_callable(value))
+            setattr(owner, name, staticmethod(wrapped) if isinstance(value, staticmethod) else wrapped)
 
     @classmethod
-    def leave(cls, place: dict[str, Any]) -> None:
-        cls.users[id(place)] -= 1
-        if cls.users[id(place)] == 0:
-            place.update(dict.fromkeys(cls.names.pop(id(place)), _ORIGINAL))
-            del cls.users[id(place)]
+    def leave(cls, owner: Any) -> None:
+        place = id(owner.__dict__) if isinstance(owner, _Names) else id(owner)
+        cls.users[place] -= 1
+        if cls.users[place] == 0:
+            for name, value in cls.before.pop(place).items():
+                setattr(owner, name, value)
+            del cls.users[place]
 
 
-def _observe(
+def _observed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """One of the functions, seen."""
+    observe = _observer(original)
+    assert observe is not None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        layer = RUNNING.layer
+        if layer is not None and layer.switch.on:
+            observe(layer, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _sdpa(
     layer: Layer,
     query: Tensor,
     key: Tensor,
@@ -144,10 +180,53 @@ def _observe(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> None:
-    if query.dim() != 4:
-        layer.trouble = f"q of {query.dim()} axes; [B, H, T, D] is understood"
-        return
-    Tq, Tk = query.shape[2], key.shape[2]
+    Tq, Tk = query.shape[-2], key.shape[-2]
     if is_causal and Tq != Tk:  # torch aligns at the first token
         is_causal, attn_mask = False, torch.ones(Tq, Tk, dtype=torch.bool, device=query.device).tril()
-    layer.observe(query, key, mask=attn_mask, causal=is_causal, scale=scale)
+    if attn_mask is not None and attn_mask.dim() > 2 and query.dim() != 4:
+        attn_mask = _four(attn_mask.expand(*query.shape[:-2], Tq, Tk))
+    layer.observe(_four(query), _four(key), mask=attn_mask, causal=is_causal, scale=scale)
+
+
+def _four(x: Tensor) -> Tensor:
+    """As `[B, H, T, D]`: three axes are one head, more than four have several of batch."""
+    return x.unsqueeze(1) if x.dim() == 3 else x.flatten(0, -4)
+
+
+def _flex(
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **_: Any,
+) -> None:
+    mask = None
+    if block_mask is not None:
+        B, H = block_mask.kv_num_blocks.shape[:2]
+        Tq, Tk = query.shape[2], key.shape[2]
+        mask = flex.create_mask(block_mask.mask_mod, B, H, Tq, Tk, device=str(query.device))
+    layer.observe(query, key, mask=mask, scale=scale, score_mod=score_mod)
+
+
+_OBSERVERS: dict[str, Callable[..., None]] = {
+    "scaled_dot_product_attention": _sdpa,
+    "flex_attention": _flex,
+}
+_ORIGINALS: dict[Any, Callable[..., None]] = {
+    F.scaled_dot_product_attention: _sdpa,
+    flex.flex_attention: _flex,
+}
+
+
+def _observer(value: Any) -> Callable[..., None] | None:
+    """What looks at the arguments of such a function; None for any other value."""
+    # torch.compile(flex_attention), as it is usually called
+    value = getattr(value, "_torchdynamo_orig_callable", value)
+    try:
+        return _ORIGINALS.get(value)
+    except TypeError:  # not hashable
+        return None

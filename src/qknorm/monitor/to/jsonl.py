@@ -48,9 +48,12 @@ class JsonLines:
         self._file.close()
 
 
+RANK_FILES = "attention.rank*.jsonl"
+
+
 def rank_path(folder: str | os.PathLike[str], rank: int) -> Path:
     """The file of a rank."""
-    return Path(folder) / f"attention.rank{rank:05}.jsonl"
+    return Path(folder) / RANK_FILES.replace("*", f"{rank:05}")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -61,7 +64,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open() as file:
         for number, text in enumerate(file, start=1):
             try:
-                line = json.loads(text, object_hook=_numbers)
+                line = loads(text)
             except ValueError as error:
                 if not text.endswith("\n"):
                     return
@@ -71,6 +74,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     f"{path} has schema {line['schema']}, newer than {SCHEMA}: update qknorm"
                 )
             yield line
+
+
+def loads(text: str | bytes) -> dict[str, Any]:
+    """One line. Raises ValueError if it is not JSON."""
+    line: dict[str, Any] = json.loads(text, object_hook=_numbers)
+    return line
 
 
 def to_record(line: dict[str, Any]) -> Record:

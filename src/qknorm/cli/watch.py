@@ -1,0 +1,224 @@
+"""`qknorm watch`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from qknorm.cli import options as o
+from qknorm.cli.console import number, out, print_json
+from qknorm.lab.follow import Follower
+from qknorm.lab.heatmaps import short_names
+from qknorm.lab.timeline import Timeline, log_file
+from qknorm.monitor.alerts import Thresholds
+from qknorm.monitor.forecast import fit
+from qknorm.monitor.history import LENGTH
+from qknorm.monitor.record import Record
+from qknorm.monitor.scalars import worst_heads
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 16  # of a sparkline
+AROUND = 14  # lines of the view that are not layers
+STYLES = {"info": "", "warning": "yellow", "alarm": "bold red"}
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its log.")],
+    interval: Annotated[float, typer.Option(help="Seconds between looks at the log.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the present state and end.")] = False,
+    as_json: o.AsJson = False,
+) -> int:
+    """Follow a run that is being trained, here or on another machine that writes to this file system.
+
+    Max logit and entropy of every layer, the sharpest heads, when the level of 50 will be reached, and
+    alerts. Ends with Ctrl-C, or when the run does.
+    """
+    path = run if run.is_file() else log_file(run)
+    if path is None:
+        raise ValueError(f"no log in {run}: is this the folder of a run that has begun?")
+    if interval <= 0:
+        raise ValueError(f"interval must be positive; got {interval:g}")
+    follower, timeline = Follower(path), Timeline()
+    _catch_up(follower, timeline)
+    if as_json:
+        print_json(summary(timeline))
+        return 0
+    if once or not out.is_terminal:
+        out.print(view(timeline, path, out.height if out.is_terminal else None))
+        return 0
+    try:
+        with Live(
+            view(timeline, path, out.height), console=out, screen=True, auto_refresh=False
+        ) as live:
+            while timeline.final is None:
+                time.sleep(interval)
+                timeline = _catch_up(follower, timeline)
+                live.update(view(timeline, path, out.height), refresh=True)
+    except KeyboardInterrupt:
+        pass
+    out.print(view(timeline, path, None))
+    return 0
+
+
+def _catch_up(follower: Follower, timeline: Timeline) -> Timeline:
+    lines = follower.poll()
+    if follower.restarted:
+        timeline = Timeline()
+    for line in lines:
+        timeline.feed(line)
+    return timeline
+
+
+def summary(timeline: Timeline) -> dict[str, Any]:
+    """The newest numbers, for scripts."""
+    record = timeline.records[-1] if timeline.records else None
+    heads = [] if record is None else worst_heads(record)
+    return {
+        "step": timeline.step,
+        "loss": timeline.losses[-1][1] if timeline.losses else None,
+        "max_logit": None if record is None else record.max_logit,
+        "entropy_nats": None if record is None else record.entropy_nats,
+        "worst_heads": [vars(head) for head in heads],
+        "alerts": [alert.to_json() for alert in timeline.alerts],
+        "ended": timeline.final is not None,
+    }
+
+
+def view(timeline: Timeline, path: Path, height: int | None) -> RenderableType:
+    """The whole picture, at most `height` lines of the terminal."""
+    parts: list[RenderableType] = [_headline(timeline, path)]
+    if not timeline.records:
+        return Group(*parts, Text("no attention record yet", style="dim"))
+    room = None if height is None else max(3, height - AROUND)
+    parts += [_layers(timeline.records, room), _heads(timeline.records[-1])]
+    parts += _alerts(timeline)
+    return Group(*parts)
+
+
+def _headline(timeline: Timeline, path: Path) -> Text:
+    text = Text.assemble((str(path.parent), "bold"), f"  step {timeline.step}")
+    if timeline.losses:
+        text.append(f"  loss {number(timeline.losses[-1][1])}")
+    if timeline.records:
+        record = timeline.records[-1]
+        text.append(f"  max logit {number(_finite(record.max_logit), 1)}")
+        text.append(f"  lowest layer entropy {number(_finite(record.entropy_nats))} nats")
+    if timeline.final is not None:
+        text.append("  diverged" if timeline.final["diverged"] else "  finished", style="bold")
+    return text
+
+
+def _layers(records: Sequence[Record], room: int | None) -> Table:
+    """A line per layer; where there is no room for all, those with the largest logits."""
+    names = list(dict.fromkeys(name for record in records for name in record.layers))
+    short = dict(zip(names, short_names(names), strict=True))
+    newest = {
+        name: next(r.layers[name] for r in reversed(records) if name in r.layers) for name in names
+    }
+    shown = names
+    if room is not None and len(names) > room:
+        ranked = sorted(names, key=lambda n: -_order(newest[n].top))
+        shown = [name for name in names if name in ranked[:room]]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("layer", "max logit (log)", "", "entropy ratio", "", "forecast"):
+        table.add_column(title, no_wrap=title != "forecast", min_width=5 if title == "" else None)
+    lowest = min((_log(r.max_logit) for r in records if math.isfinite(r.max_logit)), default=0.0)
+    highest = max((_log(r.max_logit) for r in records if math.isfinite(r.max_logit)), default=1.0)
+    for name in shown:
+        past = [(r.step, r.layers[name]) for r in records if name in r.layers]
+        tops = [layer.top for _, layer in past]
+        ratios = [min(layer.entropy_ratio) for _, layer in past]
+        table.add_row(
+            short[name],
+            Text(spark([_log(v) for v in tops], lowest, highest), style=_level_style(tops[-1])),
+            Text(number(_finite(tops[-1]), 1), style=_level_style(tops[-1]), justify="right"),
+            Text(spark(ratios, 0.0, 1.0), style=_entropy_style(ratios[-1])),
+            Text(number(_finite(ratios[-1]), 3), style=_entropy_style(ratios[-1])),
+            _forecast([step for step, _ in past], tops),
+        )
+    if len(shown) < len(names):
+        table.add_row(Text(f"and {len(names) - len(shown)} more", style="dim"))
+    return table
+
+
+def spark(values: Sequence[float], low: float, high: float) -> str:
+    """The last of the values as bars, several to a bar where there are many (the largest counts)."""
+    each = math.ceil(len(values) / WIDTH)
+    groups = [values[i : i + each] for i in range(0, len(values), each)] if each else []
+    bars = ""
+    for group in groups:
+        finite = [v for v in group if math.isfinite(v)]
+        share = (max(finite) - low) / (high - low) if finite and high > low else 0.0
+        bars += BARS[round(max(0.0, min(1.0, share)) * (len(BARS) - 1))] if finite else "?"
+    return bars
+
+
+def _forecast(steps: list[int], tops: list[float]) -> str:
+    level = Thresholds().level_warning
+    growth = fit(steps[-LENGTH:], tops[-LENGTH:])
+    if not math.isfinite(tops[-1]):
+        return "not finite"
+    if growth is None or not growth.is_growing or growth.doubling_steps > 10 * (steps[-1] - steps[0]):
+        return ""
+    words = f"x2 in {growth.doubling_steps:,.0f} steps".replace(",", " ")
+    if tops[-1] < level:
+        early, late = growth.reaches(level)
+        words += f", {level:g} at {early:,.0f} to {late:,.0f}".replace(",", " ")
+    return words
+
+
+def _heads(record: Record) -> Text:
+    text = Text("sharpest heads", style="dim")
+    names = dict(zip(record.layers, short_names(list(record.layers)), strict=True))
+    for head in worst_heads(record):
+        text.append(f"  {names[head.layer]}.{head.head} ")
+        text.append(number(_finite(head.max_logit), 1), style=_level_style(head.max_logit))
+        text.append(f" ({number(_finite(head.entropy_ratio))})", style="dim")
+    return text
+
+
+def _alerts(timeline: Timeline) -> list[RenderableType]:
+    """The first alarm, and the newest of the rest."""
+    alarms = [alert for alert in timeline.alerts if alert.severity == "alarm"][:1]
+    others = [a for a in timeline.alerts if a.severity != "info" and a not in alarms][-4:]
+    lines: list[RenderableType] = []
+    for alert in alarms + others:
+        lines.append(
+            Text(f"step {alert.step}  {alert.code}  {alert.message}", style=STYLES[alert.severity])
+        )
+    if alarms:
+        lines.append(Text(f"  {alarms[0].advice}"))
+    return lines
+
+
+def _log(value: float) -> float:
+    return math.log(max(value, 1.0)) if math.isfinite(value) else math.nan
+
+
+def _order(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _level_style(value: float) -> str:
+    t = Thresholds()
+    if not value < t.level_warning:
+        return "red"
+    return "yellow" if value >= t.level_info else "green"
+
+
+def _entropy_style(ratio: float) -> str:
+    t = Thresholds()
+    return "red" if not ratio >= t.collapsed else "green"

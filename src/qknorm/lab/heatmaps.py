@@ -1,0 +1,193 @@
+"""Heatmaps of every head: at the end of a run, and over time."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from qknorm.lab.plot import layout
+from qknorm.lab.runs import Run
+from qknorm.monitor.record import LayerRecord, Record
+
+WARM, COLD = ("#fff7ee", "#d55e00"), ("#0072b2", "#f2f8fc")
+MOST_ROWS = 64  # of heads, above which a row is a layer
+MOST_COLUMNS = 300
+
+
+def at_the_end(index: int, run: Run, ends: Sequence[Record]) -> list[dict[str, Any]]:
+    """Layer x head: largest logit and entropy, on one colour scale for all runs."""
+    record = run.end
+    assert record is not None
+    when = "held-out text, end of the run" if run.final else f"step {record.step}"
+    logits = [v for end in ends for layer in end.layers.values() for v in map(_log, layer.max_logit)]
+    entropies = [v for end in ends for layer in end.layers.values() for v in layer.entropy_nats]
+    tops = [[_finite(v) for v in layer.max_logit] for layer in record.layers.values()]
+    nats = [[_finite(v) for v in layer.entropy_nats] for layer in record.layers.values()]
+    names = short_names(list(record.layers))
+    return [
+        _plot(
+            f"heat-{index}-max-logit",
+            f"Largest logit: {run.title}",
+            f"Layer x head, {when}. Colour by magnitude, the same for all runs.",
+            _table(names, tops, [[_log(v) for v in row] for row in tops], WARM, _top(logits)),
+        ),
+        _plot(
+            f"heat-{index}-entropy",
+            f"Entropy, nats: {run.title}",
+            f"Layer x head, {when}. Dark is sharp, the same for all runs.",
+            _table(names, nats, nats, COLD, _top(entropies)),
+        ),
+    ]
+
+
+def over_time(index: int, run: Run) -> list[dict[str, Any]]:
+    """Head x step, or layer x step in a model of many heads; none with fewer than two records."""
+    records = run.attention[:: math.ceil(len(run.attention) / MOST_COLUMNS) or 1]
+    if len(records) < 2:
+        return []
+    names = list(dict.fromkeys(name for record in records for name in record.layers))
+    heads = {n: max(len(r.layers[n].max_logit) for r in records if n in r.layers) for n in names}
+    short = dict(zip(names, short_names(names), strict=True))
+    if sum(heads.values()) <= MOST_ROWS:
+        rows: list[tuple[str, int | None]] = [(n, head) for n in names for head in range(heads[n])]
+        what = "Layer.head"
+    else:
+        rows, what = [(name, None) for name in names], "Layer (its extreme head)"
+    labels = [short[name] if head is None else f"{short[name]}.{head}" for name, head in rows]
+    steps = [record.step for record in records]
+    tops = [[_of(r.layers.get(n), "max_logit", head, max) for r in records] for n, head in rows]
+    ratios = [[_of(r.layers.get(n), "entropy_ratio", head, min) for r in records] for n, head in rows]
+    return [
+        _plot(
+            f"time-{index}-max-logit",
+            f"Largest logit over time: {run.title}",
+            f"{what} x step. Colour by magnitude.",
+            _grid(labels, steps, tops, [[_log(v) for v in row] for row in tops], WARM, None),
+        )
+        | {"kind": "time"},
+        _plot(
+            f"time-{index}-entropy",
+            f"Entropy over time: {run.title}",
+            f"{what} x step, as a share of ln(visible keys). Dark is sharp.",
+            _grid(labels, steps, ratios, ratios, COLD, 1.0),
+        )
+        | {"kind": "time"},
+    ]
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Module paths without what all have in common: "model.layers.3.attn" is "3" among its like."""
+    if len(set(paths)) < 2:
+        return [re.sub(r"^.*\.", "", path) for path in paths]
+    parts = [path.split(".") for path in paths]
+    shortest = min(map(len, parts))
+    head = next(i for i in range(shortest + 1) if i == shortest or len({p[i] for p in parts}) > 1)
+    rest = [p[head:] for p in parts]
+    shortest = min(map(len, rest))
+    tail = next(
+        i for i in range(shortest + 1) if i >= shortest or len({p[len(p) - 1 - i] for p in rest}) > 1
+    )
+    return [".".join(p[: len(p) - tail]) or paths[i] for i, p in enumerate(rest)]
+
+
+def _of(layer: LayerRecord | None, name: str, head: int | None, extreme: Any) -> float | None:
+    values = [] if layer is None else getattr(layer, name)
+    if head is not None:
+        return _finite(values[head]) if head < len(values) else None
+    finite = [v for v in values if math.isfinite(v)]
+    return extreme(finite) if finite else None
+
+
+def _plot(name: str, title: str, caption: str, figure: dict[str, Any]) -> dict[str, Any]:
+    return {"id": name, "title": title, "caption": caption, "figure": figure, "kind": "heat"}
+
+
+def _log(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else math.log10(max(value, 1.0))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _top(values: Sequence[float | None]) -> float:
+    return max((v for v in values if v is not None and math.isfinite(v)), default=1.0)
+
+
+def _heatmap(colour: Any, ends: tuple[str, str], top: float | None, **other: Any) -> dict[str, Any]:
+    data = {
+        "type": "heatmap",
+        "z": colour,
+        "zmin": 0,
+        "zmax": top or max(1.0, _top([v for row in colour for v in row])),
+        "colorscale": [[0, ends[0]], [1, ends[1]]],
+        "showscale": False,
+    }
+    return data | other
+
+
+def _words(values: Sequence[Sequence[float | None]]) -> list[list[str]]:
+    return [["-" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.2f}" for x in r] for r in values]
+
+
+def _table(
+    names: Sequence[str],
+    values: list[list[float | None]],
+    colour: list[list[float | None]],
+    ends: tuple[str, str],
+    top: float,
+) -> dict[str, Any]:
+    """Layer x head, with the number in each cell while there is room."""
+    heads, depth = max(map(len, values)), len(values)
+    look = layout("layer") | {"height": 90 + 34 * min(depth, 16), "hovermode": "closest"}
+    look["xaxis"] = {"title": {"text": "head"}, "dtick": 1 if heads <= 16 else 8}
+    look["yaxis"] = {
+        "title": {"text": "layer"},
+        "autorange": "reversed",
+        "dtick": 1 if depth <= 16 else 8,
+    }
+    data = _heatmap(
+        colour,
+        ends,
+        top,
+        text=_words(values),
+        customdata=[[name] * heads for name in names],
+        texttemplate="%{text}" if heads <= 16 else "",
+        xgap=2,
+        ygap=2,
+        hovertemplate="layer %{customdata}, head %{x}: %{text}<extra></extra>",
+    )
+    return {"data": [data], "layout": look}
+
+
+def _grid(
+    labels: Sequence[str],
+    steps: Sequence[int],
+    values: list[list[float | None]],
+    colour: list[list[float | None]],
+    ends: tuple[str, str],
+    top: float | None,
+) -> dict[str, Any]:
+    """Rows by label over steps."""
+    rows = len(labels)
+    look = layout("") | {"height": 90 + max(120, min(9 * rows, 520)), "hovermode": "closest"}
+    look["xaxis"] = {"title": {"text": "step"}}
+    each = math.ceil(rows / 24)
+    look["yaxis"] = {
+        "autorange": "reversed",
+        "tickmode": "array",
+        "tickvals": list(range(0, rows, each)),
+        "ticktext": [labels[i] for i in range(0, rows, each)],
+    }
+    data = _heatmap(
+        colour,
+        ends,
+        top,
+        x=list(steps),
+        text=_words(values),
+        customdata=[[label] * len(steps) for label in labels],
+        hovertemplate="%{customdata}, step %{x}: %{text}<extra></extra>",
+    )
+    return {"data": [data], "layout": look}
