@@ -21,7 +21,7 @@ from qknorm.integrations.session import Destination, Session
 from qknorm.monitor.alerts import Thresholds
 
 
-class MonitorCallback(Callback):  # type: ignore[misc]
+class MonitorCallback(Callback):
     """Max logit, entropy and alerts of the module that a Trainer fits.
 
     Args:
@@ -68,15 +68,15 @@ class MonitorCallback(Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Detach."""
-        self._close()
+        self._close(failed=False)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Detach also when the training fails."""
-        self._close()
+        self._close(failed=True)
 
-    def _close(self) -> None:
+    def _close(self, *, failed: bool) -> None:
         if self.session is not None:
-            self.session.close()
+            self.session.close(failed=failed)
             self.session = None

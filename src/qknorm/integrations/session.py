@@ -74,8 +74,10 @@ class Session:
         if alert.severity == "alarm":
             self.alarm = self.alarm or alert
 
-    def close(self) -> None:
-        """Leave the model as it was found and finish the file."""
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the model as it was found and finish the file; on every rank, unless one has failed."""
+        if not failed:
+            self.monitor.flush()
         self.monitor.detach()
         if self.file is not None:
             self.file.close()

@@ -27,7 +27,8 @@ class Monitor:
 
     Made by `attach`, undone by `detach`; also a context manager. Between calls of `step()` everything
     that the model computes in training mode makes one record, so gradient accumulation needs no care;
-    what it computes in evaluation mode makes a record of its own.
+    what it computes in evaluation mode makes a record of its own. An evaluation between step N and the
+    next is observed if N is a multiple of `every`.
 
         monitor = Monitor.attach(model, every=10)
         for batch in data:
@@ -156,6 +157,14 @@ class Monitor:
             for send in self.to:
                 send(record)
         return records
+
+    def flush(self) -> list[Record]:
+        """What was seen since the last step, such as a last evaluation; on every rank. The count stays."""
+        seen = [r for r in self._collect() if r.layers] if self._switch.on else []
+        for record in seen:
+            for send in self.to:
+                send(record)
+        return seen
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
