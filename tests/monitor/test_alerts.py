@@ -125,3 +125,20 @@ def test_the_fit_of_little_or_nothing() -> None:
     assert flat.doubling_steps == math.inf
     assert flat.reaches(1.0) == (8.0, 8.0)
     assert flat.reaches(4.0) == (math.inf, math.inf)
+
+
+def test_no_growth_warning_where_the_gains_do_not_allow_the_level() -> None:
+    values = [12 * 2 ** (i / 10) for i in range(20)]
+    for bound, expected in ((49.0, False), (51.0, True), (None, True)):
+        alerts = Alerts()
+        for step, value in enumerate(values):
+            alerts(record(10 * step, {"a": layer([value], bound=bound)}))
+        assert any(key[0] == "QM002" for key in alerts._standing) is expected
+
+
+def test_replayed_records_are_not_told_again() -> None:
+    records = [record(10 * i, {"a": layer([value])}) for i, value in enumerate([10.0, 31.0, 60.0, 61.0])]
+    sent: list[Alert] = []
+    alerts = Alerts(to=[sent.append])
+    alerts.replay(records[:3])
+    assert alerts(records[3]) == sent == []

@@ -169,11 +169,15 @@ def _forecast(steps: list[int], tops: list[float]) -> str:
         return "not finite"
     if growth is None or not growth.is_growing or growth.doubling_steps > 10 * (steps[-1] - steps[0]):
         return ""
-    words = f"x2 in {growth.doubling_steps:,.0f} steps".replace(",", " ")
+    words = f"x2 in {_steps(growth.doubling_steps)} steps"
     if tops[-1] < level:
         early, late = growth.reaches(level)
-        words += f", {level:g} at {early:,.0f} to {late:,.0f}".replace(",", " ")
+        words += f", {level:g} at {_steps(early)} to {_steps(late)}"
     return words
+
+
+def _steps(value: float) -> str:
+    return f"{value:,.0f}".replace(",", " ")
 
 
 def _heads(record: Record) -> Text:

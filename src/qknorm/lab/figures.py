@@ -48,8 +48,11 @@ def figures(runs: Sequence[Run]) -> list[dict[str, str]]:
             _plot("grad-norm", "Gradient norm", "Before clipping, log axis.", _grad_norm(trained))
         )
     watched = [(i, run) for i, run in enumerate(runs) if run.end is not None]
+    highest = max(
+        (r.max_logit for run in runs for r in run.attention if math.isfinite(r.max_logit)), default=1.0
+    )
     for i, run in watched:
-        plots += heatmaps.over_time(i, run)
+        plots += heatmaps.over_time(i, run, highest)
     for i, run in watched:
         plots += heatmaps.at_the_end(i, run, [end for other in runs if (end := other.end) is not None])
     return [plot | {"json": _json(plot["figure"])} for plot in plots]

@@ -42,8 +42,9 @@ def at_the_end(index: int, run: Run, ends: Sequence[Record]) -> list[dict[str, A
     ]
 
 
-def over_time(index: int, run: Run) -> list[dict[str, Any]]:
-    """Head x step, or layer x step in a model of many heads; none with fewer than two records."""
+def over_time(index: int, run: Run, highest: float) -> list[dict[str, Any]]:
+    """Head x step up to a `highest` logit, or layer x step in a model of many heads; none with fewer
+    than two records."""
     records = run.attention[:: math.ceil(len(run.attention) / MOST_COLUMNS) or 1]
     if len(records) < 2:
         return []
@@ -63,8 +64,8 @@ def over_time(index: int, run: Run) -> list[dict[str, Any]]:
         _plot(
             f"time-{index}-max-logit",
             f"Largest logit over time: {run.title}",
-            f"{what} x step. Colour by magnitude.",
-            _grid(labels, steps, tops, [[_log(v) for v in row] for row in tops], WARM, None),
+            f"{what} x step. Colour by magnitude, the same for all runs.",
+            _grid(labels, steps, tops, [[_log(v) for v in row] for row in tops], WARM, _log(highest)),
         )
         | {"kind": "time"},
         _plot(

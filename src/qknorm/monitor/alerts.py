@@ -179,8 +179,11 @@ def _level(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
 
 
 def _growth(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
-    """A head below the level whose line reaches it within as many steps as were looked at."""
+    """A head below the level whose line reaches it within as many steps as were looked at, unless a norm
+    forbids it."""
     steps = list(layer.steps)
+    if layer.last.bound is not None and layer.last.bound < t.level_warning:
+        return  # the gains do not allow it
     for head, value in enumerate(layer.last.max_logit):
         if not t.level_info / 3 <= value < t.level_warning:
             continue

@@ -159,7 +159,7 @@ class Monitor:
         return records
 
     def flush(self) -> list[Record]:
-        """What was seen since the last step, such as a last evaluation; on every rank. The count stays."""
+        """What was seen since the last step, such as a last evaluation; on every rank."""
         seen = [r for r in self._collect() if r.layers] if self._switch.on else []
         for record in seen:
             for send in self.to:
