@@ -4,9 +4,11 @@
 
 A run is bad if it diverged, or ended 0.1 nats or more above its twin: the run with QK-norm at the same
 rate, schedule and seed. It is flagged if an alarm comes before 30 % of the run (constant, cosine), or
-before the run falls 0.1 behind its twin (ramp). A false alarm is an alarm in a run that is not bad.
+before the run falls 0.1 behind its twin (ramp; the lead is the distance between the two). A false
+alarm is an alarm in a run that is not bad.
 
-The rules were fixed on the twins of the half "tune"; the figures are those of the half "report".
+The rules were fixed on the first half of the twins (the first seed and a part of the second), "tune";
+the figures are those of the second half, "report".
 Beside the monitor stand two detectors of the kind in use today, on the loss and on the gradient norm:
 a value far above its running median. Their thresholds are chosen on the same half, so that they flag
 the most there with at most 2 % of false alarms.
@@ -18,7 +20,7 @@ import argparse
 import json
 import lzma
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -56,23 +58,23 @@ def read(path: Path = CORPUS) -> list[Run]:
         return [json.loads(line) for line in file]
 
 
-def twins(runs: list[Run]) -> Iterator[tuple[int, Run, Run]]:
-    """Pairs (with the norm, without) in a fixed order, numbered."""
+def twins(runs: list[Run]) -> list[tuple[Run, Run]]:
+    """Pairs (with the norm, without), seed by seed, in the order in which they were made."""
+    order = ("cosine", "constant", "ramp")
     by_key: dict[tuple[Any, ...], dict[str, Run]] = {}
     for run in runs:
-        by_key.setdefault((run["schedule"], run["lr"], run["seed"]), {})[run["arm"]] = run
-    complete = [pair for _, pair in sorted(by_key.items()) if pair.keys() == {"none", "qk"}]
-    for number, pair in enumerate(complete):
-        yield number, pair["qk"], pair["none"]
+        key = (run["seed"], order.index(run["schedule"]), run["lr"])
+        by_key.setdefault(key, {})[run["arm"]] = run
+    return [
+        (pair["qk"], pair["none"]) for _, pair in sorted(by_key.items()) if pair.keys() == {"none", "qk"}
+    ]
 
 
 def half(runs: list[Run], name: str) -> list[Judged]:
-    """The runs of every second pair of twins."""
-    found = []
-    for number, qk, none in twins(runs):
-        if number % 2 == (name == "report"):
-            found += [judge(qk, qk), judge(none, qk)]
-    return found
+    """The first half of the twins, on which rules may be fixed, or the second, to judge them by."""
+    pairs = twins(runs)
+    chosen = pairs[: len(pairs) // 2] if name == "tune" else pairs[len(pairs) // 2 :]
+    return [judged for qk, none in chosen for judged in (judge(qk, qk), judge(none, qk))]
 
 
 def judge(run: Run, twin: Run) -> Judged:
@@ -162,20 +164,24 @@ def tuned(judged: list[Judged], name: str, factors: list[float], *, relative: bo
 
 
 def measure(judged: list[Judged], detector: Detector) -> dict[str, Any]:
-    """Counts, and the median lead over the bad runs that were flagged, as a share of the run."""
-    flagged, false, leads = 0, 0, []
+    """Counts, and median leads as a share of the run: over bad runs with a ramp that were flagged, and
+    over all that were."""
+    flagged, false, leads, ramps = 0, 0, [], []
     for one in judged:
         step = detector(one.run)
         if one.bad:
             flagged += step < one.deadline
             if step < one.deadline and math.isfinite(one.behind):
                 leads.append((one.behind - step) / one.run["steps"])
+                if one.run["schedule"] == "ramp":
+                    ramps.append(leads[-1])
         else:
             false += math.isfinite(step)
     return {
         "bad": sum(one.bad for one in judged),
         "flagged": flagged,
-        "median_lead": median(leads) if leads else None,
+        "median_lead": median(ramps) if ramps else None,
+        "median_lead_of_all": median(leads) if leads else None,
         "healthy": sum(not one.bad for one in judged),
         "false_alarms": false,
     }
@@ -193,12 +199,7 @@ def main() -> None:
     losses = tuned(tune, "loss", [0.05 * i for i in range(1, 41)], relative=False)
     norms = tuned(tune, "grad_norm", [1.25**i for i in range(1, 31)], relative=True)
     result = {"runs": len(judged)} | measure(judged, monitor)
-    ramps = measure([one for one in judged if one.run["schedule"] == "ramp"], monitor)
-    result |= {
-        "median_lead_ramp": ramps["median_lead"],
-        "loss_only": measure(judged, losses),
-        "grad_norm_only": measure(judged, norms),
-    }
+    result |= {"loss_only": measure(judged, losses), "grad_norm_only": measure(judged, norms)}
     if args.json:
         print(json.dumps(result, indent=2))
         return
@@ -215,7 +216,7 @@ def main() -> None:
         print(
             f"{name:15} flagged {found['flagged']} of {found['bad']} bad runs, "
             f"{found['false_alarms']} false alarms in {found['healthy']}, "
-            f"median lead {'-' if lead is None else f'{100 * lead:.0f} %'} of the run"
+            f"median lead in ramps {'-' if lead is None else f'{100 * lead:.0f} %'} of the run"
         )
 
 

@@ -1,7 +1,8 @@
 """What is worth a word: rules over the recent past, each with a stable code.
 
-Level alone is no alarm: healthy runs pass 50 and end well. ALARM is kept for what the corpus of
-`benchmarks/early_warning.py` supports.
+Level alone is no alarm: healthy runs pass 50 and end well. An alarm is what the corpus of
+`benchmarks/early_warning.py` supports, a layer with large logits and little entropy left (QM010), and
+what is broken already (QM008).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any, Literal
 
 from qknorm.monitor.forecast import fit
@@ -61,6 +63,8 @@ ADVICE = {
     "QM007": "The gains are growing, and with them the bound that the norm gives. Decay them, or lower "
     "the rate of the gains.",
     "QM008": "Stop and go back: a NaN or an infinity in q or k reaches every weight within a step.",
+    "QM010": "The softmax of this layer is closing: what it attends to will soon be fixed. In runs like "
+    "this one the loss falls behind or spikes. Lower the rate now, or go back and train with QK-norm.",
     "QM009": "Look at why the layer was not called, or runs where its tap cannot see it.",
 }
 
@@ -74,6 +78,8 @@ class Thresholds:
         collapsed: a head whose entropy is below this share of ln(visible keys) attends to few keys.
         frozen: below this it attends to one key.
         uniform: above this it attends to all keys alike.
+        saturated: a layer whose mean entropy is below this share, with a logit at `level_warning`, is
+            closing: the alarm.
         most: share of a layer's heads that makes it the layer.
         persistence: records in a row for "dead" and "frozen", and records without a finding after which
             it is told anew.
@@ -85,6 +91,7 @@ class Thresholds:
     collapsed: float = 0.05
     frozen: float = 1e-3
     uniform: float = 0.999
+    saturated: float = 0.25
     most: float = 0.75
     persistence: int = 5
     loosening: float = 2.0
@@ -137,7 +144,7 @@ class Alerts:
             yield self._alert("QM009", "warning", name, None, f"{name} sent nothing: {why}", {})
         for name, layer in self.history.layers.items():
             if layer.steps[-1] == self.history.step:
-                for rule in (_not_finite, _level, _growth, _entropy, _bound):
+                for rule in (_not_finite, _saturation, _level, _growth, _entropy, _bound):
                     for code, severity, head, text, evidence in rule(layer, self.thresholds):
                         where = name if head is None else f"{name} head {head}"
                         yield self._alert(code, severity, name, head, f"{where} {text}", evidence)
@@ -169,6 +176,15 @@ def _not_finite(layer: LayerHistory, _: Thresholds) -> Iterator[Found]:
     for head, value in enumerate(layer.last.max_logit):
         if not math.isfinite(value) or not math.isfinite(layer.last.entropy_nats[head]):
             yield "QM008", "alarm", head, f"is not finite: max logit {value}", {"max_logit": value}
+
+
+def _saturation(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
+    """Large logits alone may be a few pairs, little entropy alone a task for specialists: together they
+    went before trouble in nearly all runs that had it, and in no other."""
+    top, ratio = layer.last.top, fmean(layer.last.entropy_ratio)
+    if top >= t.level_warning and ratio < t.saturated:
+        text = f"is saturating: a max logit of {top:.1f} and {100 * ratio:.0f} % of its entropy left"
+        yield "QM010", "alarm", None, text, {"max_logit": top, "entropy_ratio": ratio}
 
 
 def _level(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
