@@ -61,7 +61,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [
         line
         for line in read_lines(rank_path(folder, 0))
-        if (line["kind"], line["phase"]) == ("record", "train")
+        if line["kind"] == "record" and line["phase"] == "train"
     ]
 
 

@@ -45,7 +45,7 @@ def test_records_come_back(tmp_path: Path) -> None:
         json.loads(text, parse_constant=pytest.fail)  # strict JSON
 
 
-def test_a_crash_costs_the_last_line_only(tmp_path: Path) -> None:
+def test_a_crash_costs_damaged_lines_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = JsonLines(tmp_path / "log.jsonl")
     for step in range(3):
         log(record(step, {"a": layer([1.0])}))
@@ -53,9 +53,24 @@ def test_a_crash_costs_the_last_line_only(tmp_path: Path) -> None:
     text = log.path.read_text()
     log.path.write_text(text[:-20])
     assert [line["step"] for line in read_lines(log.path)] == [0, 1]
-    log.path.write_text("{broken\n" + text)
-    with pytest.raises(ValueError, match="line 1 is not JSON"):
-        list(read_lines(log.path))
+    assert not caplog.records
+    log.path.write_bytes(b"\x00\x00\x00{bro\xffken\n" + text.encode())
+    assert [line["step"] for line in read_lines(log.path)] == [0, 1, 2]
+    assert "line 1 is damaged" in caplog.text
+
+
+def test_a_new_run_keeps_the_file_of_an_old_one_and_the_end_is_told_once(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        log = JsonLines(tmp_path / "log.jsonl")
+        log(record(step, {"a": layer([1.0])}))
+        log.close(ended=True)
+        log.close(ended=True)
+    names = ("log.jsonl.1", "log.jsonl.2", "log.jsonl")
+    found = [[(line["kind"], line.get("step")) for line in read_lines(tmp_path / n)] for n in names]
+    assert found == [[("record", step), ("end", None)] for step in (1, 2, 3)]
+    resumed = JsonLines(tmp_path / "log.jsonl", resume_after=3)
+    resumed.close()
+    assert [line["kind"] for line in read_lines(tmp_path / "log.jsonl")] == ["record"]
 
 
 def test_a_resumed_run_drops_what_it_will_do_again(tmp_path: Path) -> None:
@@ -122,7 +137,7 @@ def test_trackers_get_records_and_alerts() -> None:
     (alert,) = Alerts()(loud)
     for make, wanted in (
         (TensorBoard, ["add_scalar", "add_image", "add_text"]),
-        (Wandb, ["log", "alert"]),
+        (Wandb, ["define_metric", "log", "alert"]),
         (Mlflow, ["log_metrics", "set_tag"]),
     ):
         fake = Fake()
@@ -131,14 +146,22 @@ def test_trackers_get_records_and_alerts() -> None:
         send(alert)
         assert list(dict.fromkeys(name for name, _, _ in fake.calls)) == wanted
     fake = Fake()
+    Wandb(fake, image=lambda pixels: ("image", pixels.shape))(loud)
     Wandb(fake)(alert)
-    assert fake.calls[0][2]["level"] == "WARN"
+    logged = next(values for name, (values, *_), _ in fake.calls if name == "log")
+    assert logged["attention/step"] == 5
+    assert logged["attention/entropy_ratio"] == ("image", (1, 1))
+    assert fake.calls[-1][2]["level"] == "WARN"
     fake = Fake()
     Mlflow(fake)(ODD)
     assert all(math.isfinite(v) for v in fake.calls[0][1][0].values())
     gauges: dict[str, Fake] = {}
-    Gauges(lambda name: gauges.setdefault(name, Fake()))(loud)
-    assert gauges["qknorm_attention_max_logit"].calls == [("set", (60.0,), {})]
+    made: list[str] = []
+    send = Gauges(lambda name: made.append(name) or gauges.setdefault(name, Fake()))
+    send(loud)
+    send(loud)
+    assert len(set(made)) == len(made)  # Prometheus refuses a second gauge of the same name
+    assert gauges["qknorm_attention_max_logit"].calls == [("set", (60.0,), {})] * 2
 
 
 def test_tensorboard_for_real(tmp_path: Path) -> None:

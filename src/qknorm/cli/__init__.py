@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from qknorm.cli import compare, env, report, sample, train, watch
+from qknorm.cli import audit, compare, env, report, sample, train, watch
 from qknorm.cli.console import complain
 
 app = typer.Typer(
@@ -32,7 +32,15 @@ def _verb(command: Callable[..., int]) -> None:
     app.command()(exiting)
 
 
-for verb in (train.train, compare.compare, sample.sample, watch.watch, report.report, env.env):
+for verb in (
+    train.train,
+    compare.compare,
+    sample.sample,
+    watch.watch,
+    report.report,
+    audit.audit,
+    env.env,
+):
     _verb(verb)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from qknorm.lab.timeline import Timeline, log_file
 from qknorm.monitor.alerts import Thresholds
 from qknorm.monitor.forecast import fit
 from qknorm.monitor.history import LENGTH
-from qknorm.monitor.record import Record
+from qknorm.monitor.record import Record, lowest
 from qknorm.monitor.scalars import worst_heads
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -59,7 +59,7 @@ def watch(
         with Live(
             view(timeline, path, out.height), console=out, screen=True, auto_refresh=False
         ) as live:
-            while timeline.final is None:
+            while not timeline.has_ended:
                 time.sleep(interval)
                 timeline = _catch_up(follower, timeline)
                 live.update(view(timeline, path, out.height), refresh=True)
@@ -89,7 +89,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
         "entropy_nats": None if record is None else record.entropy_nats,
         "worst_heads": [vars(head) for head in heads],
         "alerts": [alert.to_json() for alert in timeline.alerts],
-        "ended": timeline.final is not None,
+        "ended": timeline.has_ended,
     }
 
 
@@ -110,10 +110,11 @@ def _headline(timeline: Timeline, path: Path) -> Text:
         text.append(f"  loss {number(timeline.losses[-1][1])}")
     if timeline.records:
         record = timeline.records[-1]
-        text.append(f"  max logit {number(_finite(record.max_logit), 1)}")
-        text.append(f"  lowest layer entropy {number(_finite(record.entropy_nats))} nats")
-    if timeline.final is not None:
-        text.append("  diverged" if timeline.final["diverged"] else "  finished", style="bold")
+        text.append(f"  max logit {_number(record.max_logit, 1)}")
+        text.append(f"  lowest layer entropy {_number(record.entropy_nats)} nats")
+    if timeline.has_ended:
+        diverged = timeline.final is not None and timeline.final["diverged"]
+        text.append("  diverged" if diverged else "  finished", style="bold")
     return text
 
 
@@ -131,18 +132,18 @@ def _layers(records: Sequence[Record], room: int | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("layer", "max logit (log)", "", "entropy ratio", "", "forecast"):
         table.add_column(title, no_wrap=title != "forecast", min_width=5 if title == "" else None)
-    lowest = min((_log(r.max_logit) for r in records if math.isfinite(r.max_logit)), default=0.0)
-    highest = max((_log(r.max_logit) for r in records if math.isfinite(r.max_logit)), default=1.0)
+    bottom = min((_log(r.max_logit) for r in records if math.isfinite(r.max_logit)), default=0.0)
+    top = max((_log(r.max_logit) for r in records if math.isfinite(r.max_logit)), default=1.0)
     for name in shown:
         past = [(r.step, r.layers[name]) for r in records if name in r.layers]
         tops = [layer.top for _, layer in past]
-        ratios = [min(layer.entropy_ratio) for _, layer in past]
+        ratios = [lowest(layer.seen("entropy_ratio")) for _, layer in past]
         table.add_row(
             short[name],
-            Text(spark([_log(v) for v in tops], lowest, highest), style=_level_style(tops[-1])),
-            Text(number(_finite(tops[-1]), 1), style=_level_style(tops[-1]), justify="right"),
-            Text(spark(ratios, 0.0, 1.0), style=_entropy_style(ratios[-1])),
-            Text(number(_finite(ratios[-1]), 3), style=_entropy_style(ratios[-1])),
+            Text(spark([_log(v) for v in tops], bottom, top), style=_level_style(tops[-1])),
+            Text(_number(tops[-1], 1), style=_level_style(tops[-1]), justify="right"),
+            Text(spark(ratios, 0.0, 1.0, extreme=min), style=_entropy_style(ratios[-1])),
+            Text(_number(ratios[-1]), style=_entropy_style(ratios[-1])),
             _forecast([step for step, _ in past], tops),
         )
     if len(shown) < len(names):
@@ -150,14 +151,19 @@ def _layers(records: Sequence[Record], room: int | None) -> Table:
     return table
 
 
-def spark(values: Sequence[float], low: float, high: float) -> str:
-    """The last of the values as bars, several to a bar where there are many (the largest counts)."""
+def spark(
+    values: Sequence[float],
+    low: float,
+    high: float,
+    extreme: Callable[[list[float]], float] = max,
+) -> str:
+    """The values as bars, several to a bar where there are many: then their extreme counts."""
     each = math.ceil(len(values) / WIDTH)
     groups = [values[i : i + each] for i in range(0, len(values), each)] if each else []
     bars = ""
     for group in groups:
         finite = [v for v in group if math.isfinite(v)]
-        share = (max(finite) - low) / (high - low) if finite and high > low else 0.0
+        share = (extreme(finite) - low) / (high - low) if finite and high > low else 0.0
         bars += BARS[round(max(0.0, min(1.0, share)) * (len(BARS) - 1))] if finite else "?"
     return bars
 
@@ -185,8 +191,8 @@ def _heads(record: Record) -> Text:
     names = dict(zip(record.layers, short_names(list(record.layers)), strict=True))
     for head in worst_heads(record):
         text.append(f"  {names[head.layer]}.{head.head} ")
-        text.append(number(_finite(head.max_logit), 1), style=_level_style(head.max_logit))
-        text.append(f" ({number(_finite(head.entropy_ratio))})", style="dim")
+        text.append(_number(head.max_logit, 1), style=_level_style(head.max_logit))
+        text.append(f" ({_number(head.entropy_ratio)})", style="dim")
     return text
 
 
@@ -212,8 +218,8 @@ def _order(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _number(value: float, digits: int = 3) -> str:
+    return number(value, digits) if math.isfinite(value) else str(value)
 
 
 def _level_style(value: float) -> str:

@@ -43,7 +43,12 @@ class MonitorCallback(Callback):
         stop_on_alarm: bool = False,
         to: Iterable[Destination] = (),
     ) -> None:
-        self.options: dict[str, Any] = {"every": every, "rows": rows, "thresholds": thresholds, "to": to}
+        self.options: dict[str, Any] = {
+            "every": every,
+            "rows": rows,
+            "thresholds": thresholds,
+            "to": list(to),
+        }
         self.folder = folder
         self.stop_on_alarm = stop_on_alarm
         self.session: Session | None = None
@@ -51,6 +56,7 @@ class MonitorCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach, after strategies have wrapped the module and a checkpoint was loaded."""
+        self._close(failed=True)  # what an earlier training may have left
         folder = self.folder or trainer.log_dir or trainer.default_root_dir
         self.steps = trainer.global_step
         self.session = Session(pl_module, folder, step=self.steps, **self.options)
@@ -63,7 +69,7 @@ class MonitorCallback(Callback):
             return
         self.steps = trainer.global_step
         pl_module.log_dict(self.session.step())
-        if self.stop_on_alarm and self.session.alarm is not None:
+        if self.stop_on_alarm and self.session.has_alarm():
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -11,10 +11,12 @@ from torch import nn
 
 from qknorm.monitor import Monitor
 from qknorm.monitor.alerts import Alert, Alerts, Thresholds
-from qknorm.monitor.record import Record
+from qknorm.monitor.history import LENGTH
 from qknorm.monitor.scalars import scalars
 from qknorm.monitor.to.jsonl import JsonLines, rank_path, read_lines, to_record
 from qknorm.monitor.to.log_line import log_line
+
+REPLAYED = 2 * LENGTH  # records from which alerts go on
 
 Destination = Callable[[Any], None]  # of records and alerts
 
@@ -28,7 +30,7 @@ class Session:
         every, rows, tensor_parallel: see `Monitor.attach`.
         thresholds: when a rule speaks.
         to: called on rank 0 with each record and alert, such as `Wandb`.
-        step: optimizer steps done already; what a file holds of later ones is dropped.
+        step: optimizer steps done already.
     """
 
     def __init__(
@@ -43,42 +45,57 @@ class Session:
         to: Iterable[Destination] = (),
         step: int = 0,
     ) -> None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.folder = folder
         self.latest: dict[str, float] = {}
         self.alarm: Alert | None = None
         self.alerts = Alerts(thresholds=thresholds or Thresholds())
         self.file: JsonLines | None = None
+        self.destinations = list(to) if self.rank == 0 else []
+        self.has_begun = False
         self.monitor = Monitor.attach(model, every=every, rows=rows, tensor_parallel=tensor_parallel)
         self.monitor.load_state_dict({"step_count": step})
-        destinations: list[Destination] = []
-        if folder is not None:
-            self.file = JsonLines(rank_path(folder, rank), resume_after=step - 1 if step else None)
-            lines = read_lines(self.file.path)
-            self.alerts.replay(to_record(line) for line in lines if line["kind"] == "record")
-            destinations.append(self.file)
-        if rank == 0:
-            destinations += to
-        self.monitor.to += [*destinations, self.alerts]
-        self.alerts.to += [self._note, *destinations] + ([log_line] if rank == 0 else [])
 
     def step(self) -> dict[str, float]:
         """End an optimizer step, on every rank; the newest capped scalars of training and evaluation."""
+        if not self.has_begun:
+            self._begin()
         for record in self.monitor.step():
-            self._take(record)
+            self.latest = self.latest | scalars(record)
         return self.latest
 
-    def _take(self, record: Record) -> None:
-        self.latest = self.latest | scalars(record)
+    def _begin(self) -> None:
+        """Open the file: only now is it known for certain which step comes first."""
+        self.has_begun = True
+        if self.folder is not None:
+            done = self.monitor.step_count
+            self.file = JsonLines(
+                rank_path(self.folder, self.rank), resume_after=done - 1 if done else None
+            )
+            lines = [line for line in read_lines(self.file.path) if line["kind"] == "record"]
+            self.alerts.replay(map(to_record, lines[-REPLAYED:]))
+            self.destinations.insert(0, self.file)
+        self.monitor.to += self.destinations
+        if self.rank == 0:
+            self.monitor.to.append(self.alerts)
+        self.alerts.to += [self._note, *self.destinations, log_line]
 
     def _note(self, alert: Alert) -> None:
         if alert.severity == "alarm":
             self.alarm = self.alarm or alert
 
+    def has_alarm(self) -> bool:
+        """Whether there was an alarm, which rank 0 knows; to be asked on every rank."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return self.alarm is not None
+        found = [self.alarm is not None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
     def close(self, *, failed: bool = False) -> None:
         """Leave the model as it was found and finish the file; on every rank, unless one has failed."""
-        if not failed:
+        if not failed and self.has_begun:
             self.monitor.flush()
         self.monitor.detach()
         if self.file is not None:
-            self.file.close()
-            self.file = None
+            self.file.close(ended=not failed)

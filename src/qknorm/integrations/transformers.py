@@ -46,7 +46,12 @@ class MonitorCallback(TrainerCallback):
         stop_on_alarm: bool = False,
         to: Iterable[Destination] = (),
     ) -> None:
-        self.options: dict[str, Any] = {"every": every, "rows": rows, "thresholds": thresholds, "to": to}
+        self.options: dict[str, Any] = {
+            "every": every,
+            "rows": rows,
+            "thresholds": thresholds,
+            "to": list(to),
+        }
         self.folder = folder
         self.stop_on_alarm = stop_on_alarm
         self.session: Session | None = None
@@ -59,7 +64,9 @@ class MonitorCallback(TrainerCallback):
         return callback
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach; a resumed run goes on in its file."""
+        """Attach; a resumed run goes on in its file. A training before that failed has not detached."""
+        if self.session is not None:
+            self.session.close(failed=True)
         folder = args.output_dir if self.folder is None else self.folder
         self.session = Session(kwargs["model"], folder, step=state.global_step, **self.options)
 
@@ -67,7 +74,7 @@ class MonitorCallback(TrainerCallback):
         """After each optimizer step."""
         if self.session is not None:
             self.session.step()
-            if self.stop_on_alarm and self.session.alarm is not None:
+            if self.stop_on_alarm and self.session.has_alarm():
                 control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

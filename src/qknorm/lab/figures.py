@@ -122,7 +122,6 @@ def _forecast(run: Run, colour: str) -> list[dict[str, Any]]:
         return []
     start, seen = alert.step, alert.evidence["max_logit"]
     early, late, level = (alert.evidence[name] for name in ("early", "late", "level"))
-    hover = "skip"
     return [
         {
             "type": "scatter",
@@ -133,7 +132,7 @@ def _forecast(run: Run, colour: str) -> list[dict[str, Any]]:
             "fill": "toself",
             "fillcolor": colour,
             "opacity": 0.25,
-            "hoverinfo": hover,
+            "hoverinfo": "skip",
             "showlegend": False,
         }
     ]

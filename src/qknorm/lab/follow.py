@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Follower:
         self.restarted = False
         try:
             with self.path.open("rb") as file:
-                status = self.path.stat()
+                status = os.fstat(file.fileno())
                 if self._offset and (
                     status.st_size < self._offset or self._inode not in (None, status.st_ino)
                 ):
@@ -44,6 +45,5 @@ class Follower:
                 line = jsonl.loads(text)
             except ValueError:
                 continue
-            if isinstance(line, dict):
-                lines.append(line)
+            lines.append(jsonl.check(line, self.path))
         return lines

@@ -45,7 +45,8 @@ def at_the_end(index: int, run: Run, ends: Sequence[Record]) -> list[dict[str, A
 def over_time(index: int, run: Run, highest: float) -> list[dict[str, Any]]:
     """Head x step up to a `highest` logit, or layer x step in a model of many heads; none with fewer
     than two records."""
-    records = run.attention[:: math.ceil(len(run.attention) / MOST_COLUMNS) or 1]
+    each = math.ceil(len(run.attention) / MOST_COLUMNS) or 1
+    records = run.attention
     if len(records) < 2:
         return []
     names = list(dict.fromkeys(name for record in records for name in record.layers))
@@ -57,9 +58,18 @@ def over_time(index: int, run: Run, highest: float) -> list[dict[str, Any]]:
     else:
         rows, what = [(name, None) for name in names], "Layer (its extreme head)"
     labels = [short[name] if head is None else f"{short[name]}.{head}" for name, head in rows]
-    steps = [record.step for record in records]
-    tops = [[_of(r.layers.get(n), "max_logit", head, max) for r in records] for n, head in rows]
-    ratios = [[_of(r.layers.get(n), "entropy_ratio", head, min) for r in records] for n, head in rows]
+    steps = [record.step for record in records[::each]]
+
+    def over_steps(name: str, extreme: Any) -> list[list[float | None]]:
+        """Of several records in one column the extreme counts: no spike is lost."""
+        table = []
+        for path, head in rows:
+            values = [_of(record.layers.get(path), name, head, extreme) for record in records]
+            groups = [values[i : i + each] for i in range(0, len(values), each)]
+            table.append([extreme(found) if (found := _known(group)) else None for group in groups])
+        return table
+
+    tops, ratios = over_steps("max_logit", max), over_steps("entropy_ratio", min)
     return [
         _plot(
             f"time-{index}-max-logit",
@@ -91,6 +101,10 @@ def short_names(paths: Sequence[str]) -> list[str]:
         i for i in range(shortest + 1) if i >= shortest or len({p[len(p) - 1 - i] for p in rest}) > 1
     )
     return [".".join(p[: len(p) - tail]) or paths[i] for i, p in enumerate(rest)]
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [v for v in values if v is not None]
 
 
 def _of(layer: LayerRecord | None, name: str, head: int | None, extreme: Any) -> float | None:

@@ -31,6 +31,7 @@ class Run:
         final: the last line, None for a run that has not ended.
         attention: what was recorded of it in training.
         alerts: as they were given.
+        has_ended: whether the run said so.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Run:
     final: dict[str, Any] | None
     attention: list[Record]
     alerts: list[Alert]
+    has_ended: bool
 
     @property
     def last_step(self) -> int:
@@ -123,6 +125,7 @@ def _load(folder: Path) -> Run:
         final=timeline.final,
         attention=timeline.records,
         alerts=timeline.alerts,
+        has_ended=timeline.has_ended,
     )
 
 

@@ -32,12 +32,14 @@ class Timeline:
         losses: (step, loss) of every step that has one.
         alerts: as they were given.
         final: the last line of a finished run of the lab.
+        has_ended: whether the run said so.
     """
 
     records: list[Record] = field(default_factory=list)
     losses: list[tuple[int, float | None]] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
     final: dict[str, Any] | None = None
+    has_ended: bool = False
 
     def feed(self, line: dict[str, Any]) -> None:
         """Take in one line; kinds that are not known are passed over."""
@@ -47,11 +49,15 @@ class Timeline:
             if "layers" in line:
                 self.records.append(lab_record(line))
         elif kind == "record" and line["phase"] == "train":
-            self.records.append(jsonl.to_record(line))
+            record = jsonl.to_record(line)
+            if record.layers:
+                self.records.append(record)
+        elif kind == "end":
+            self.has_ended = True
         elif kind == "alert":
             self.alerts.append(to_alert(line))
         elif kind == "final":
-            self.final = line
+            self.final, self.has_ended = line, True
 
     @property
     def step(self) -> int:

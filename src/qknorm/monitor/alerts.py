@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from qknorm.monitor.forecast import fit
+from qknorm.monitor.forecast import MIN_POINTS, fit
 from qknorm.monitor.history import History, LayerHistory
 from qknorm.monitor.record import Record
 
 Severity = Literal["info", "warning", "alarm"]
+MOST_ALIKE = 16  # alerts of one kind in one record
 ORDER: tuple[Severity, ...] = ("info", "warning", "alarm")
 
 
@@ -63,9 +64,9 @@ ADVICE = {
     "QM007": "The gains are growing, and with them the bound that the norm gives. Decay them, or lower "
     "the rate of the gains.",
     "QM008": "Stop and go back: a NaN or an infinity in q or k reaches every weight within a step.",
+    "QM009": "Look at why the layer was not called, or runs where its tap cannot see it.",
     "QM010": "The softmax of this layer is closing: what it attends to will soon be fixed. In runs like "
     "this one the loss falls behind or spikes. Lower the rate now, or go back and train with QK-norm.",
-    "QM009": "Look at why the layer was not called, or runs where its tap cannot see it.",
 }
 
 
@@ -137,7 +138,7 @@ class Alerts:
         over = self._records - self.thresholds.persistence
         standing = {key: seen for key, seen in self._standing.items() if seen >= over}
         self._standing = standing | dict.fromkeys(found, self._records)
-        return [alert for key, alert in found.items() if key not in standing]
+        return _few([alert for key, alert in found.items() if key not in standing])
 
     def _all(self) -> Iterator[Alert]:
         for name, why in self.history.silent.items():
@@ -169,11 +170,35 @@ class Alerts:
         )
 
 
+def _few(alerts: list[Alert]) -> list[Alert]:
+    """Many heads with the same finding at once become one alert, which names the first."""
+    groups: dict[tuple[str, Severity], list[Alert]] = {}
+    for alert in alerts:
+        groups.setdefault((alert.code, alert.severity), []).append(alert)
+    few: list[Alert] = []
+    for group in groups.values():
+        if len(group) <= MOST_ALIKE:
+            few += group
+            continue
+        chief = max(group, key=lambda alert: alert.evidence.get("max_logit", 0.0))
+        layers = len({alert.layer for alert in group})
+        few.append(
+            replace(
+                chief,
+                message=f"{len(group)} heads in {layers} layers: {chief.message}, among others",
+                evidence=chief.evidence | {"heads": float(len(group)), "layers": float(layers)},
+            )
+        )
+    return few
+
+
 Found = tuple[str, Severity, int | None, str, dict[str, float]]
 
 
 def _not_finite(layer: LayerHistory, _: Thresholds) -> Iterator[Found]:
     for head, value in enumerate(layer.last.max_logit):
+        if value == -math.inf:
+            continue  # no row of this head counted
         if not math.isfinite(value) or not math.isfinite(layer.last.entropy_nats[head]):
             yield "QM008", "alarm", head, f"is not finite: max logit {value}", {"max_logit": value}
 
@@ -181,7 +206,7 @@ def _not_finite(layer: LayerHistory, _: Thresholds) -> Iterator[Found]:
 def _saturation(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
     """Large logits alone may be a few pairs, little entropy alone a task for specialists: together they
     went before trouble in nearly all runs that had it, and in no other."""
-    top, ratio = layer.last.top, fmean(layer.last.entropy_ratio)
+    top, ratio = layer.last.top, layer.last.mean("entropy_ratio")
     if top >= t.level_warning and ratio < t.saturated:
         text = f"is saturating: a max logit of {top:.1f} and {100 * ratio:.0f} % of its entropy left"
         yield "QM010", "alarm", None, text, {"max_logit": top, "entropy_ratio": ratio}
@@ -198,23 +223,27 @@ def _growth(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
     """A head below the level whose line reaches it within as many steps as were looked at, unless a norm
     forbids it."""
     steps = list(layer.steps)
-    if layer.last.bound is not None and layer.last.bound < t.level_warning:
-        return  # the gains do not allow it
+    if len(steps) < MIN_POINTS or (layer.last.bound is not None and layer.last.bound < t.level_warning):
+        return
+    third = len(steps) // 3
     for head, value in enumerate(layer.last.max_logit):
         if not t.level_info / 3 <= value < t.level_warning:
             continue
-        growth = fit(steps, layer.head("max_logit", head))
+        values = layer.head("max_logit", head)
+        # A line takes a thousand slopes; most heads do not grow at all.
+        if fmean(values[-third:]) <= 1.05 * fmean(values[:third]):
+            continue
+        growth = fit(steps, values)
         if growth is None or not growth.is_growing:
             continue
         early, late = growth.reaches(t.level_warning)
         if early - steps[-1] <= steps[-1] - steps[0]:
-            until = f"to {late:.0f}" if math.isfinite(late) else "or later"
             yield (
                 "QM002",
                 "warning",
                 head,
                 f"doubles every {growth.doubling_steps:.0f} steps, reaches {t.level_warning:g} at step "
-                f"{early:.0f} {until}",
+                f"{early:.0f} to {late:.0f}",
                 {
                     "max_logit": value,
                     "doubling_steps": growth.doubling_steps,

@@ -36,9 +36,7 @@ class History:
     silent: dict[str, str] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
-        """Take in a training record; those of evaluation are left out."""
-        if record.phase != "train":
-            return
+        """Take in a training record."""
         self.step, self.silent = record.step, record.silent
         for name, layer in record.layers.items():
             kept = self.layers.setdefault(name, LayerHistory())

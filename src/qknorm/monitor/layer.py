@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +38,7 @@ class Layer:
             first call shows the number of heads, so that no compiled graph depends on when they came.
         exact: False once rows were sampled.
         trouble: why a call could not be measured.
+        failed: a call raised an error; nothing more is measured.
     """
 
     name: str
@@ -47,11 +51,35 @@ class Layer:
     buffers: dict[str, Tensor] = field(init=False)
     exact: bool = True
     trouble: str | None = None
+    failed: bool = False
 
     def __post_init__(self) -> None:
         parameter = next(self.module.parameters(), None)
         device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
-        self.buffers = {phase: new_buffer(MAX_HEADS, device) for phase in ("train", "eval")}
+        with torch.inference_mode(False):
+            self.buffers = {phase: new_buffer(MAX_HEADS, device) for phase in ("train", "eval")}
+
+    # A copy of a watched module, in memory or in a file, is not watched.
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def attempt(self, observe: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Observe a call, unless this step is not observed. An error ends the watching of this layer,
+        and never the training."""
+        if not self.switch.on or self.failed:
+            return
+        if torch.compiler.is_compiling():
+            observe(*args, **kwargs)
+            return
+        try:
+            observe(*args, **kwargs)
+        except Exception as error:
+            self.failed = True
+            self.trouble = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            logging.getLogger("qknorm").warning("%s is watched no more: %s", self.name, self.trouble)
 
     def observe(
         self,
@@ -65,8 +93,11 @@ class Layer:
         scale: float | None = None,
         softcap: float | None = None,
         score_mod: ScoreMod | None = None,
+        cross: bool = False,
     ) -> None:
         """Add one call: q `[B, Hq, Tq, D]` and k `[B, Hk, Tk, D]` as they enter the product."""
+        if not self._takes(q):
+            return
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         device = q.device.type
         if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
@@ -96,14 +127,26 @@ class Layer:
             scale,
             softcap,
             rows,
+            cross,
         )
+
+    @property
+    def silence(self) -> str:
+        """Why nothing was recorded of it."""
+        if self.trouble is not None:
+            return self.trouble
+        if self.heads == 0:
+            return "its tap saw no call"
+        return "it was not called, or every query of it was padding or saw no key"
 
     def wants(self) -> bool:
         """Whether this step is observed."""
-        return self.switch.on
+        return self.switch.on and not self.failed
 
     def add(self, q: Tensor, k: Tensor, stats: Stats) -> None:
         """Statistics from a fused pass over q and k, which are seen before norm and RoPE."""
+        if not self._takes(q):
+            return
         torch.ops.qknorm.monitor_add(
             self.buffer(q, k, None),
             q.detach(),
@@ -118,5 +161,18 @@ class Layer:
         phase = "train" if self.module.training else "eval"
         self.heads, self.kv_heads, self.scale = q.shape[1], k.shape[1], scale
         if self.buffers[phase].device != q.device:
-            self.buffers[phase] = self.buffers[phase].to(q.device)
+            with torch.inference_mode(False):
+                self.buffers = {name: buffer.to(q.device) for name, buffer in self.buffers.items()}
         return self.buffers[phase]
+
+    def _takes(self, q: Tensor) -> bool:
+        """Whether a call of so many heads belongs with the earlier ones."""
+        if q.shape[1] > MAX_HEADS:
+            self.trouble = f"{q.shape[1]} heads; at most {MAX_HEADS} can be watched in a layer"
+        elif self.heads not in (0, q.shape[1]):
+            self.trouble = (
+                f"it is called with {self.heads} heads and with {q.shape[1]}: only the first count"
+            )
+        else:
+            return True
+        return False

@@ -20,8 +20,12 @@ from qknorm.ops.logit_stats import full_precision_matmul
 # FlexAttention's: (score, batch, head, query, key) -> score, on scalars.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# Scores held at once: 4 MiB in fp32.
-SCORE_BUDGET = 1 << 20
+# Scores held at once, in fp32: 4 MiB where they should stay in a cache, 64 MiB on a device.
+SCORE_BUDGET = {"cpu": 1 << 20}
+DEVICE_SCORE_BUDGET = 1 << 24
+
+# An additive mask hides a pair by this or less; its probability is 0 in any dtype.
+HIDES = -1e4
 
 MAX_HEADS = 512
 
@@ -62,7 +66,7 @@ def clear_(buffer: Tensor) -> Tensor:
 torch.library.define(
     "qknorm::monitor_observe",
     "(Tensor(a!) buffer, Tensor q, Tensor k, Tensor? mask, Tensor? sink, bool causal, int? window, "
-    "float scale, float? softcap, int? rows) -> ()",
+    "float scale, float? softcap, int? rows, bool cross) -> ()",
 )
 
 
@@ -90,12 +94,12 @@ def _observe(
     scale: float,
     softcap: float | None,
     rows: int | None,
+    cross: bool,
 ) -> None:
-
     def modify(s: Tensor, queries: Tensor) -> Tensor:
         return s if softcap is None else s.div_(softcap).tanh_().mul_(softcap)
 
-    _add_call(buffer, q, k, mask, sink, causal, window, scale, modify, rows)
+    _add_call(buffer, q, k, mask, sink, causal, window, scale, modify, rows, cross)
 
 
 @torch.library.register_fake("qknorm::monitor_observe")
@@ -110,6 +114,7 @@ def _(
     scale: float,
     softcap: float | None,
     rows: int | None,
+    cross: bool,
 ) -> None:
     return None
 
@@ -138,7 +143,7 @@ def observe_score_mod(
         b, h, kv = (torch.arange(n, device=s.device) for n in (s.shape[0], s.shape[1], s.shape[3]))
         return score_mod(s, b, h, queries.to(s.device), kv).to(s.dtype)
 
-    _add_call(buffer, q, k, mask, None, False, None, scale, modify, rows)
+    _add_call(buffer, q, k, mask, None, False, None, scale, modify, rows, False)
 
 
 def _add_call(
@@ -152,16 +157,17 @@ def _add_call(
     scale: float,
     modify: Callable[[Tensor, Tensor], Tensor],
     rows: int | None,
+    cross: bool,
 ) -> None:
     """`modify(s, queries)` maps scaled products `[B, Hq, n, hi]` to logits, before the bias."""
     if in_backward() or q.numel() == 0 or k.numel() == 0:
         return
     buffer = _columns(buffer, q)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False), full_precision_matmul():
-        view = View(q.shape[2], k.shape[2], mask, causal, window, q.device)
+        view = View(q.shape[2], k.shape[2], mask, causal, window, q.device, cross=cross)
         _add_logits(buffer, q, k, view, sink, scale, modify, rows)
         _add_rms(buffer, "q", q, view.real)
-        _add_rms(buffer, "k", k, view.real if q.shape[2] == k.shape[2] else None)
+        _add_rms(buffer, "k", k, view.keys)
 
 
 torch.library.define(
@@ -204,12 +210,14 @@ class View:
 
     Args:
         mask: None, bool (True: visible), or additive, broadcastable to `[B, Hq, Tq, Tk]`. An additive
-            entry at or below half the lowest number of its dtype hides the pair.
+            entry at or below HIDES hides the pair.
         causal, window: as in `Mask`, beside the mask.
+        cross: queries and keys are of different sequences, whatever their lengths.
 
     Attributes:
-        real: bool `[B or 1, Tq]`: the query sees its own token, so that it is not padding. With
-            Tq != Tk nothing is known of that, and it is None.
+        real: bool `[B or 1, Tq]`: some query, if only itself, sees the token, so that it is no padding.
+            Of different sequences, or with Tq != Tk, nothing is known of that, and it is None.
+        keys: bool `[B or 1, Tk]`: some query sees the key; None for all.
         first: `[B or 1, H or 1, Tq]`: the first key that a query sees.
     """
 
@@ -221,21 +229,30 @@ class View:
         causal: bool,
         window: int | None,
         device: torch.device,
+        *,
+        cross: bool = False,
     ) -> None:
         self.Tq, self.Tk = Tq, Tk
         self.causal, self.window = causal, window
         self.tokens = torch.arange(Tq, device=device) + (Tk - Tq)
-        self.mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
+        self.mask = None if mask is None else _narrow(mask[(None,) * (4 - mask.dim())])
+        is_self = Tq == Tk and not cross
         self.real: Tensor | None = None
+        self.keys: Tensor | None = None
         if self.mask is None:
             self.first = (self.tokens - (window or Tk) + 1).clamp(min=0)[None, None]
-            if Tq == Tk:
+            if is_self:
                 self.real = torch.ones(1, Tq, dtype=torch.bool, device=device)
         else:
-            seen = self.block(torch.arange(Tq)).visible
-            self.first = seen.int().argmax(-1)
-            if Tq == Tk:
-                self.real = seen.diagonal(dim1=2, dim2=3).any(1)
+            B, H = self.mask.shape[:2]
+            firsts, keys = [], torch.zeros(B, Tk, dtype=torch.bool, device=device)
+            for some in torch.arange(Tq).split(max(1, 8 * _budget(device) // (B * H * Tk))):
+                visible = self.block(some).visible
+                firsts.append(visible.byte().argmax(-1))
+                keys[:, : visible.shape[-1]] |= visible.any(2).any(1)
+            self.first, self.keys = torch.cat(firsts, 2), keys
+            if is_self:
+                self.real = keys
 
     def block(self, queries: Tensor) -> Block:
         """What some queries see, ascending indices on the CPU, and the bias on it."""
@@ -253,7 +270,7 @@ class View:
             if rows.dtype == torch.bool:
                 visible = rows
             else:
-                visible, bias = rows > torch.finfo(rows.dtype).min / 2, rows
+                visible, bias = rows > HIDES, rows
         if limited:
             distance = tokens[:, None] - torch.arange(hi, device=tokens.device)
             if self.causal:
@@ -261,6 +278,18 @@ class View:
             if self.window is not None:
                 visible = visible & (distance < self.window) & (distance > -self.window)
         return Block(hi, visible, bias)
+
+
+def _narrow(mask: Tensor) -> Tensor:
+    """Without the copies that an expanded axis stands for."""
+    for axis in (0, 1, 2):
+        if mask.stride(axis) == 0:
+            mask = mask.narrow(axis, 0, 1)
+    return mask
+
+
+def _budget(device: torch.device) -> int:
+    return SCORE_BUDGET.get(device.type, DEVICE_SCORE_BUDGET)
 
 
 def _add_logits(
@@ -279,10 +308,11 @@ def _add_logits(
     wide = spec.compute_dtype(q_BHTD.dtype)
     queries = torch.arange(Tq)  # on the CPU, whose values are known without waiting for a device
     if rows is not None and rows < Tq:
-        queries = torch.linspace(0, Tq - 1, rows).round().long()
-    step = max(1, SCORE_BUDGET // (B * Hq * Tk))
+        # The last is always among them: under a causal mask the first sees one key.
+        queries = (Tq - 1 - torch.linspace(0, Tq - 1, rows).round().long()).flip(0)
+    step = max(1, _budget(q_BHTD.device) // (B * Hq * Tk))
     # A key at which a document starts: it is the first that its own query sees.
-    starts = view.first == view.tokens if view.Tq == Tk else None
+    starts = view.first == view.tokens if view.real is not None else None
     for some in queries.split(step):
         hi, visible, bias = view.block(some)
         part, n = some.to(q_BHTD.device), len(some)

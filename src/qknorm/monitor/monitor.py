@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from qknorm.monitor.measure import FIELD, clear_
 from qknorm.monitor.record import LayerRecord, Record, layer_record
 from qknorm.monitor.reduce import Key, Part, Place, Reducer
 from qknorm.monitor.taps import TAPS, own
+
+LOG = logging.getLogger("qknorm")
 
 # Names under which wrappers of torch keep what they wrap.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -42,17 +46,17 @@ class Monitor:
         self,
         layers: dict[str, Layer],
         switch: Switch,
-        undo: list[Callable[[], None]],
+        undo: ExitStack,
         *,
         every: int,
         reducer: Reducer,
         heads_offset: Callable[[str, int], int] | None,
-        to: Iterable[Sink],
+        to: list[Sink],
     ) -> None:
         self.layers = layers
         self.every = every
         self.step_count = 0
-        self.to = list(to)
+        self.to = to
         self._switch, self._undo = switch, undo
         self._attached = True  # also with no layer on this rank: it joins in
         self._reducer, self._offset = reducer, heads_offset
@@ -66,7 +70,7 @@ class Monitor:
         rows: int | None = None,
         group: dist.ProcessGroup | None = None,
         tensor_parallel: dist.ProcessGroup | None = None,
-        to: Iterable[Sink] = (),
+        to: Sink | Iterable[Sink] = (),
     ) -> Monitor:
         """Observe every attention layer of the model that a tap serves.
 
@@ -79,21 +83,30 @@ class Monitor:
                 say "sampled". Layers of `qknorm.nn` are always exact.
             group: the ranks whose layers, heads and tokens make up the model; all if None.
             tensor_parallel: the ranks among which heads are split, in the order of the heads.
-            to: called with every record on every rank.
+            to: called with every record on every rank; one that raises is logged, and the others go on.
 
         Raises:
             ValueError: no layer has a tap, the model is watched already, or an option makes no sense.
         """
+        sinks = [to] if callable(to) else list(to)
         if every < 1:
             raise ValueError(f"every must be at least 1 step; got {every}")
         if rows is not None and rows < 1:
             raise ValueError(f"rows must be at least 1, or None for all; got {rows}")
+        offset = None
+        if tensor_parallel is not None:
+            rank = dist.get_rank(tensor_parallel)
+            if rank < 0:
+                raise ValueError("this rank is no member of the tensor_parallel group")
+
+            def offset(_: str, heads: int) -> int:
+                return rank * heads
+
         switch = Switch(rows=rows)
         layers: dict[str, Layer] = {}
-        undo: list[Callable[[], None]] = []
         parts = [_bare(m) for m in ([model] if isinstance(model, nn.Module) else model)]
         for name, module in (named for part in parts for named in part.named_modules()):
-            if ATTRIBUTE in module.__dict__:
+            if module.__dict__.get(ATTRIBUTE) is not None:
                 raise ValueError(
                     f"{name or type(module).__name__} is watched already: detach that first"
                 )
@@ -111,31 +124,31 @@ class Monitor:
                 "F.scaled_dot_product_attention or flex_attention"
             )
         taps = {tap.NAME: tap for tap in TAPS}
-        for layer in layers.values():
-            layer.module.__dict__[ATTRIBUTE] = layer
-            undo.append(taps[layer.tap].install(layer))
-        # What is compiled already would go on without us.
-        torch.compiler.reset()
-        offset = None
-        if tensor_parallel is not None:
-            rank = dist.get_rank(tensor_parallel)
-
-            def offset(_: str, heads: int) -> int:
-                return rank * heads
-
-        reducer = Reducer(group)
-        return cls(layers, switch, undo, every=every, reducer=reducer, heads_offset=offset, to=to)
+        with ExitStack() as undo:  # a failure half-way leaves nothing behind
+            for layer in layers.values():
+                undo.callback(layer.module.__dict__.pop, ATTRIBUTE, None)
+                layer.module.__dict__[ATTRIBUTE] = layer
+                undo.callback(taps[layer.tap].install(layer))
+            # What is compiled already would go on without us.
+            torch.compiler.reset()
+            reducer = Reducer(group)
+            return cls(
+                layers,
+                switch,
+                undo.pop_all(),
+                every=every,
+                reducer=reducer,
+                heads_offset=offset,
+                to=sinks,
+            )
 
     def detach(self) -> None:
         """Leave the model as it was found. Records end."""
-        for undo in self._undo:
-            undo()
-        for layer in self.layers.values():
-            layer.module.__dict__.pop(ATTRIBUTE, None)
+        self._switch.on = False
         if self._attached:
+            self._attached = False
+            self._undo.close()
             torch.compiler.reset()
-        self._undo = []
-        self._attached = self._switch.on = False
 
     def __enter__(self) -> Monitor:
         return self
@@ -153,17 +166,21 @@ class Monitor:
         records = self._collect() if self._switch.on else []
         self.step_count += 1
         self._switch.on = self._attached and self.step_count % self.every == 0
+        self._send(records)
+        return records
+
+    def _send(self, records: list[Record]) -> None:
         for record in records:
             for send in self.to:
-                send(record)
-        return records
+                try:
+                    send(record)
+                except Exception:
+                    LOG.exception("a record of step %d was not taken by %r", record.step, send)
 
     def flush(self) -> list[Record]:
         """What was seen since the last step, such as a last evaluation; on every rank."""
         seen = [r for r in self._collect() if r.layers] if self._switch.on else []
-        for record in seen:
-            for send in self.to:
-                send(record)
+        self._send(seen)
         return seen
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,58 +188,53 @@ class Monitor:
         return {"step_count": self.step_count, "every": self.every}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` ended; `every` may differ."""
+        """Go on where `state` ended; `every` may differ. What was seen since the last step is lost."""
+        self._clear()
         self.step_count = int(state["step_count"])
         self._switch.on = self._attached and self.step_count % self.every == 0
 
     def _collect(self) -> list[Record]:
         parts: dict[Key, Part] = {}
-        device = torch.device("cpu")
         for layer in self.layers.values():
             if layer.heads == 0:  # never called
                 continue
+            gain_max, bound = gain_and_bound(layer.module, layer.heads, layer.kv_heads, layer.scale)
             for phase, buffer in layer.buffers.items():
-                device = buffer.device
                 q = k = 0
                 if self._offset is not None:
                     q, k = (self._offset(layer.name, n) for n in (layer.heads, layer.kv_heads))
                 place = Place(q, layer.heads, k, layer.kv_heads, layer.tap == own.NAME)
-                parts[Key(layer.name, phase)] = Part(buffer=buffer[:, : layer.heads], place=place)
-        merged = self._reducer.reduce(parts, device)
+                parts[Key(layer.name, phase)] = Part(
+                    buffer=buffer[:, : layer.heads], place=place, gain_max=gain_max, bound=bound
+                )
+        merged = self._reducer.reduce(parts)
         by_phase: dict[str, dict[str, LayerRecord]] = {"train": {}}
-        for (name, phase), (buffer, place) in merged.items():
-            if buffer[FIELD["rows"]].sum() > 0:
-                by_phase.setdefault(phase, {})[name] = self._record(name, buffer, place)
+        for (name, phase), part in merged.items():
+            if part.buffer[FIELD["rows"]].sum() > 0:
+                by_phase.setdefault(phase, {})[name] = self._record(name, part)
+        self._clear()
+        seen = set().union(*by_phase.values())
+        silent = {name: layer.silence for name, layer in self.layers.items() if name not in seen}
+        # A step in which nothing trains has no record of training.
+        trains = any(layer.module.training for layer in self.layers.values()) or not self.layers
+        records = []
+        for phase, found in by_phase.items():
+            if found or (phase == "train" and trains and not seen):
+                records.append(Record(step=self.step_count, phase=phase, layers=found, silent=silent))
+        for layer in self.layers.values():
+            layer.trouble = layer.trouble if layer.failed else None
+        return records
+
+    def _clear(self) -> None:
         for layer in self.layers.values():
             for buffer in layer.buffers.values():
                 clear_(buffer)
-        records = []
-        for phase, found in by_phase.items():
-            if found or phase == "train":
-                silent = {
-                    name: layer.trouble or "its tap saw no call"
-                    for name, layer in self.layers.items()
-                    if name not in found
-                }
-                if phase == "train" and not found and any(by_phase.values()):
-                    continue  # this step only evaluated
-                records.append(Record(step=self.step_count, phase=phase, layers=found, silent=silent))
-        return records
 
-    def _record(self, name: str, buffer: torch.Tensor, place: Place) -> LayerRecord:
+    def _record(self, name: str, part: Part) -> LayerRecord:
         layer = self.layers.get(name)  # None: it lives on another rank
-        gain_max, bound = None, None
-        if layer is not None:
-            gain_max, bound = gain_and_bound(layer.module, layer.heads, layer.kv_heads, layer.scale)
-        return layer_record(
-            buffer,
-            place.kv_heads,
-            has_sink=bool(buffer[FIELD["sink"]].any()),
-            is_fused=place.is_fused,
-            is_exact=place.is_fused or self._switch.rows is None or (layer is not None and layer.exact),
-            gain_max=gain_max,
-            bound=bound,
-        )
+        fused = part.place.is_fused
+        exact = fused or self._switch.rows is None or (layer is not None and layer.exact)
+        return layer_record(part, is_exact=exact)
 
 
 def _plain_name(path: str) -> str:
@@ -233,7 +245,12 @@ def _plain_name(path: str) -> str:
 def _bare(model: nn.Module) -> nn.Module:
     """Without what wraps a whole model."""
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        if isinstance(model, nn.DataParallel):
+            raise ValueError(
+                "nn.DataParallel computes with copies of the model, which cannot be watched: "
+                "use DistributedDataParallel"
+            )
+        if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         elif "_orig_mod" in model._modules:
             model = model.get_submodule("_orig_mod")

@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
-from torch import Tensor
-
 from qknorm.monitor.measure import FIELD
+from qknorm.monitor.reduce import Part
 
 SCHEMA = 1
+# Three roundings to bf16, of q, k and their norm's result, may pass a bound by this factor.
+ROUNDING = (1 + 2.0**-8) ** 3
+
 Coverage = Literal["exact", "sampled"]
 
 
@@ -26,15 +28,17 @@ class LayerRecord:
         sink_mass: mean probability of the sink; None without one.
         first_mass: mean probability of the first token of the sequence or document, which is where a
             query sees nothing before its own token; None where the fused pass does not tell.
-        q_rms, k_rms: mean over tokens of the root mean square of q and k.
+        q_rms, k_rms: mean over tokens of the root mean square of q and k; over padding too where the
+            values are those of a fused pass.
         q_rms_cv, k_rms_cv: its standard deviation (of the population) divided by its mean.
-        gain_max: largest |gain| of q and of k, where there is a norm that can be asked, on
-            the ranks that hold the layer.
-        bound: the largest |logit| that the gains allow, where there is a norm without a bias, on the
-            ranks that hold the layer.
+        gain_max: largest |gain| of q and of k, where there is a norm that can be asked.
+        bound: the largest |logit| that the gains allow, where there is a norm without a bias and nothing
+            else was seen to take part.
         coverage: "exact": over all rows; "sampled": over evenly spaced ones.
         rms_of: "product": q and k as they are multiplied; "projection": before norm and RoPE.
         rows: rows counted, per head.
+
+    A head of which no row counted has a maximum of -inf and means of NaN.
     """
 
     max_logit: list[float]
@@ -56,6 +60,16 @@ class LayerRecord:
     def top(self) -> float:
         """The largest logit of the layer."""
         return worst(self.max_logit)
+
+    def seen(self, name: str) -> list[float]:
+        """One statistic of the heads of which a row counted."""
+        values: list[float] = getattr(self, name)
+        return [v for v, top in zip(values, self.max_logit, strict=True) if top != -math.inf]
+
+    def mean(self, name: str) -> float:
+        """Its mean over these heads; NaN if there is none."""
+        values = self.seen(name)
+        return fmean(values) if values else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +96,10 @@ class Record:
 
     @property
     def entropy_nats(self) -> float:
-        """Of the sharpest layer, mean over its heads; inf if nothing was seen."""
-        return min((fmean(layer.entropy_nats) for layer in self.layers.values()), default=math.inf)
+        """Of the sharpest layer, mean over its heads; inf if nothing was seen, NaN if any is NaN."""
+        return lowest(
+            [layer.mean("entropy_nats") for layer in self.layers.values() if layer.seen("entropy_nats")]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values. NaN and infinities stay; the writer of the file encodes them."""
@@ -95,17 +111,14 @@ def worst(values: list[float]) -> float:
     return math.nan if any(math.isnan(v) for v in values) else max(values, default=-math.inf)
 
 
-def layer_record(
-    buffer: Tensor,
-    kv_heads: int,
-    *,
-    has_sink: bool,
-    is_fused: bool,
-    is_exact: bool,
-    gain_max: tuple[float, float] | None,
-    bound: float | None,
-) -> LayerRecord:
-    """From a buffer of sums, see `measure.FIELDS`, on the CPU."""
+def lowest(values: list[float]) -> float:
+    """The minimum, NaN if any is NaN, inf of none."""
+    return math.nan if any(math.isnan(v) for v in values) else min(values, default=math.inf)
+
+
+def layer_record(part: Part, *, is_exact: bool) -> LayerRecord:
+    """From sums over the whole model, see `measure.FIELDS`."""
+    buffer, place, bound = part.buffer, part.place, part.bound
 
     def mean(name: str, count: str) -> list[float]:
         return (buffer[FIELD[name]] / buffer[FIELD[count]]).tolist()
@@ -117,20 +130,23 @@ def layer_record(
         return mean_rms.tolist(), (variance.sqrt() / mean_rms).tolist()
 
     q_rms, q_cv = spread("q", buffer.shape[1])
-    k_rms, k_cv = spread("k", kv_heads)
+    k_rms, k_cv = spread("k", place.kv_heads)
+    max_logit = buffer[0].tolist()
+    if bound is not None and worst(max_logit) > bound * ROUNDING:
+        bound = None  # something beside norm and scale takes part: a bias, or a RoPE that stretches
     return LayerRecord(
-        max_logit=buffer[0].tolist(),
+        max_logit=max_logit,
         entropy_nats=mean("entropy", "rows"),
         entropy_ratio=mean("ratio", "ratio_rows"),
-        sink_mass=mean("sink", "rows") if has_sink else None,
-        first_mass=None if is_fused else mean("first", "rows"),
+        sink_mass=mean("sink", "rows") if bool(buffer[FIELD["sink"]].any()) else None,
+        first_mass=None if place.is_fused else mean("first", "rows"),
         q_rms=q_rms,
         q_rms_cv=q_cv,
         k_rms=k_rms,
         k_rms_cv=k_cv,
-        gain_max=gain_max,
+        gain_max=part.gain_max,
         bound=bound,
         coverage="exact" if is_exact else "sampled",
-        rms_of="projection" if is_fused else "product",
+        rms_of="projection" if place.is_fused else "product",
         rows=int(buffer[FIELD["rows"]].max()),
     )

@@ -7,7 +7,8 @@ own has changed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -39,10 +40,18 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A buffer `[len(FIELDS), heads]` and which heads it covers."""
+    """A buffer `[len(FIELDS), heads]`, which heads it covers, and what the gains say of the layer."""
 
     buffer: Tensor
     place: Place
+    gain_max: tuple[float, float] | None = None
+    bound: float | None = None
+
+    @property
+    def of_gains(self) -> list[float]:
+        """As numbers of which the largest is the model's: -inf for what is not known."""
+        q, k = self.gain_max or (-math.inf, -math.inf)
+        return [q, k, -math.inf if self.bound is None else self.bound]
 
 
 class Reducer:
@@ -63,10 +72,19 @@ class Reducer:
         """Whether there is anyone to merge with."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
 
-    def reduce(self, parts: dict[Key, Part], device: torch.device) -> dict[Key, tuple[Tensor, Place]]:
-        """Each buffer of the model, on the CPU in fp64, and the place of all its heads."""
+    @property
+    def device(self) -> torch.device:
+        """Where the group's collectives want their tensors, also on a rank that has none."""
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or dist.get_backend(self.group) in ("gloo", "mpi"):
+            return torch.device("cpu")
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+    def reduce(self, parts: dict[Key, Part]) -> dict[Key, Part]:
+        """Each buffer of the model, on the CPU in fp64, with the place of all its heads."""
         if not self.is_distributed:
-            return {key: (p.buffer.cpu().double(), p.place) for key, p in parts.items()}
+            return {key: replace(part, buffer=part.buffer.cpu().double()) for key, part in parts.items()}
+        device = self.device
         mine = {key: part.place for key, part in parts.items()}
         if self.stale:
             self._agree(mine)
@@ -76,12 +94,17 @@ class Reducer:
             total = torch.zeros(len(FIELDS), place.heads, dtype=wide, device=device)
             total[0] = -torch.inf
             part = parts.get(key)
-            if part is not None and key in (self.mine or {}):
+            of_gains = [-math.inf] * 3
+            # What does not fit what was agreed on waits until it is agreed on anew.
+            if part is not None and part.place == (self.mine or {}).get(key):
                 q, heads, k, kv_heads, _ = part.place
-                total[:FIRST_OF_K, q : q + heads] = part.buffer[:FIRST_OF_K].to(wide)
-                total[FIRST_OF_K:, k : k + kv_heads] = part.buffer[FIRST_OF_K:, :kv_heads].to(wide)
+                buffer = part.buffer.to(device, wide)
+                total[:FIRST_OF_K, q : q + heads] = buffer[:FIRST_OF_K]
+                total[FIRST_OF_K:, k : k + kv_heads] = buffer[FIRST_OF_K:, :kv_heads]
+                of_gains = part.of_gains
             # NaN does not survive every MAX; it does survive a sum.
             maxima.append(total[0].nan_to_num(nan=torch.inf, neginf=-torch.inf, posinf=torch.inf))
+            maxima.append(torch.tensor(of_gains, dtype=wide, device=device))
             sums += [total[0].isnan().to(wide), total[1:].flatten()]
         packed_sums = torch.cat(sums)
         if maxima:
@@ -108,13 +131,18 @@ class Reducer:
         self.layout = dict(sorted(layout.items()))
         self.mine = mine
 
-    def _unpack(self, maxima: Tensor, sums: Tensor) -> dict[Key, tuple[Tensor, Place]]:
+    def _unpack(self, maxima: Tensor, sums: Tensor) -> dict[Key, Part]:
         found = {}
         for key, place in self.layout.items():
             H = place.heads
-            top, maxima = maxima[:H], maxima[H:]
+            top, (q, k, bound), maxima = maxima[:H], maxima[H : H + 3].tolist(), maxima[H + 3 :]
             was_nan, rest, sums = sums[:H], sums[H : H * len(FIELDS)], sums[H * len(FIELDS) :]
             top = torch.where(was_nan > 0, torch.nan, top)
             buffer = torch.cat((top[None], rest.view(len(FIELDS) - 1, H))).double()
-            found[key] = (buffer, place)
+            found[key] = Part(
+                buffer=buffer,
+                place=place,
+                gain_max=None if q == -math.inf else (q, k),
+                bound=None if bound == -math.inf else bound,
+            )
         return found

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from statistics import fmean
 
-from qknorm.monitor.record import Record
+from qknorm.monitor.record import Record, lowest
 
 WORST = 4
 QUANTILES = (0.5, 0.9)
@@ -42,20 +42,22 @@ def scalars(record: Record, count: int = WORST) -> dict[str, float]:
     if not layers:
         return {}
     group = "attention" if record.phase == "train" else f"attention_{record.phase}"
-    tops = [v for layer in layers for v in layer.max_logit]
-    ratios = [v for layer in layers for v in layer.entropy_ratio]
+    tops = [v for layer in layers for v in layer.seen("max_logit")]
+    ratios = [v for layer in layers for v in layer.seen("entropy_ratio")]
+    if not tops:
+        return {}
     found = {
         "max_logit": record.max_logit,
-        "entropy_nats_mean": fmean(v for layer in layers for v in layer.entropy_nats),
-        "entropy_nats_lowest_layer": min(fmean(layer.entropy_nats) for layer in layers),
-        "entropy_ratio_min": min(ratios),
+        "entropy_nats_mean": fmean(v for layer in layers for v in layer.seen("entropy_nats")),
+        "entropy_nats_lowest_layer": record.entropy_nats,
+        "entropy_ratio_min": lowest(ratios),
     }
     for share in QUANTILES:
         found[f"max_logit_p{100 * share:.0f}"] = _quantile(tops, share)
         found[f"entropy_ratio_p{100 * (1 - share):.0f}"] = _quantile(ratios, 1 - share)
     masses = {
-        "sink_mass": [v for layer in layers for v in layer.sink_mass or []],
-        "first_mass": [v for layer in layers for v in layer.first_mass or []],
+        "sink_mass": [v for layer in layers if layer.sink_mass for v in layer.seen("sink_mass")],
+        "first_mass": [v for layer in layers if layer.first_mass for v in layer.seen("first_mass")],
     }
     for name, values in masses.items():
         if values:

@@ -6,15 +6,17 @@ Not by a torch function mode: under one a compiler cannot trace such methods as 
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Callable, Iterator
-from types import CodeType
+from contextlib import ExitStack
+from types import CodeType, FunctionType, MethodType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from qknorm.monitor.layer import Layer
 
@@ -50,56 +52,68 @@ def _names(code: CodeType) -> Iterator[str]:
 class _Running:
     """The layer whose forward runs now."""
 
-    layer: Layer | None = None
+    def __init__(self) -> None:
+        self.layer: Layer | None = None
 
 
 RUNNING = _Running()
 
 
-def attributed(forward: Callable[..., Any], layer: Layer | None) -> Callable[..., Any]:
-    """The forward, during which calls belong to `layer`, or to none."""
+class Forward:
+    """Stands for the forward of one module. A copy of the module, in memory or in a file, gets its own.
 
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    Args:
+        module: whose forward it is.
+        layer: to which calls inside belong; None for none.
+        look: called with the arguments before.
+    """
+
+    def __init__(
+        self, module: nn.Module, layer: Layer | None, look: Callable[..., None] | None = None
+    ) -> None:
+        self.module, self.layer, self.look = module, layer, look
+        self.before = module.__dict__.get("forward")
+        self.original = module.forward
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.look is not None:
+            self.look(*args, **kwargs)
         outer = RUNNING.layer
-        RUNNING.layer = layer
+        RUNNING.layer = self.layer
         try:
-            return forward(*args, **kwargs)
+            return self.original(*args, **kwargs)
         finally:
             RUNNING.layer = outer
 
-    return run
+    def undo(self) -> None:
+        """As it was; where somebody has put another forward over this one it stays, and passes on."""
+        self.look, self.layer = None, RUNNING.layer
+        if self.module.__dict__.get("forward") is self:
+            if self.before is None:
+                del self.module.forward
+            else:
+                self.module.forward = self.before
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self.module))
+        if copied is None or self.before is not None:
+            return copy.deepcopy(self.original, memo)
+        return MethodType(type(copied).forward, copied)
 
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Give one module another forward; returns how to undo it."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    return undo
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.module, "forward") if self.before is None else (self.before, "__call__")
 
 
 def install(layer: Layer) -> Callable[[], None]:
     """Let the module's forward say that it runs, and put observed functions where its code finds the
     originals; returns how to undo it."""
-    module = layer.module
-    restore = replace_forward(module, attributed(module.forward, layer))
-    owners = _owners(type(module))
-    for owner in owners:
-        _Patched.enter(owner)
-
-    def undo() -> None:
-        for owner in owners:
-            _Patched.leave(owner)
-        restore()
-
-    return undo
+    with ExitStack() as stack:
+        stack.callback(Forward(layer.module, layer).undo)
+        for owner in _owners(type(layer.module)):
+            _Patched.enter(owner)
+            stack.callback(_Patched.leave, owner)
+        return stack.pop_all().close
 
 
 class _Names:
@@ -143,7 +157,11 @@ class _Patched:
         cls.before[place] = found
         for name, value in found.items():
             wrapped = _observed(_callable(value))
-            setattr(owner, name, staticmethod(wrapped) if isinstance(value, staticmethod) else wrapped)
+            # A builtin on a class does not become a method; the function that stands for it would.
+            is_static = isinstance(value, staticmethod) or (
+                isinstance(owner, type) and not isinstance(value, FunctionType)
+            )
+            setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
 
     @classmethod
     def leave(cls, owner: Any) -> None:
@@ -162,11 +180,24 @@ def _observed(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         layer = RUNNING.layer
-        if layer is not None and layer.switch.on:
-            observe(layer, *args, **kwargs)
+        if layer is not None:
+            layer.attempt(observe, layer, *args, **kwargs)
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        if isinstance(mask, CausalBias):
+            return _with_causal_bias(original, *args, **kwargs)
         return original(*args, **kwargs)
 
     return call
+
+
+def _with_causal_bias(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Such a mask asks whether it is used in the function that torch has under its name."""
+    ours = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = original
+    try:
+        return original(*args, **kwargs)
+    finally:
+        F.scaled_dot_product_attention = ours
 
 
 def _sdpa(
@@ -181,6 +212,13 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> None:
     Tq, Tk = query.shape[-2], key.shape[-2]
+    if isinstance(attn_mask, CausalBias):
+        is_upper = attn_mask.variant == CausalVariant.UPPER_LEFT
+        attn_mask = torch.ones(Tq, Tk, dtype=torch.bool, device=query.device).tril(
+            0 if is_upper else Tk - Tq
+        )
+    elif attn_mask is not None and type(attn_mask) not in (Tensor, nn.Parameter, nn.Buffer):
+        raise TypeError(f"a mask of type {type(attn_mask).__name__} is not understood")
     if is_causal and Tq != Tk:  # torch aligns at the first token
         is_causal, attn_mask = False, torch.ones(Tq, Tk, dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None and attn_mask.dim() > 2 and query.dim() != 4:
@@ -225,8 +263,9 @@ _ORIGINALS: dict[Any, Callable[..., None]] = {
 def _observer(value: Any) -> Callable[..., None] | None:
     """What looks at the arguments of such a function; None for any other value."""
     # torch.compile(flex_attention), as it is usually called
-    value = getattr(value, "_torchdynamo_orig_callable", value)
     try:
-        return _ORIGINALS.get(value)
-    except TypeError:  # not hashable
+        return _ORIGINALS.get(getattr(value, "_torchdynamo_orig_callable", value))
+    except (
+        Exception
+    ):  # anything at all may be found under a name: not hashable, or failing when looked at
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,27 +10,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qknorm.monitor.layer import Layer
-from qknorm.monitor.taps.functional import attributed, replace_forward
+from qknorm.monitor.taps.functional import Forward
 
 NAME = "multihead"
 
 
 def serves(module: nn.Module) -> bool:
-    return isinstance(module, nn.MultiheadAttention)
+    """Whether the module is one, with the forward of torch: what another does to q and k is its own."""
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
+    )
 
 
 def install(layer: Layer) -> Callable[[], None]:
-    """Wrap the module's forward; returns how to undo it."""
+    """Look before the module's forward; returns how to undo it."""
+
+    def look(*args: Any, **kwargs: Any) -> None:
+        layer.attempt(_observe, layer, *args, **kwargs)
+
     # What it calls inside is its own, not that of a module around it.
-    original = attributed(layer.module.forward, None)
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if layer.switch.on:
-            _observe(layer, *args, **kwargs)
-        return original(*args, **kwargs)
-
-    return replace_forward(layer.module, forward)
+    return Forward(layer.module, None, look).undo
 
 
 def _observe(
@@ -59,7 +58,7 @@ def _observe(
             for x, w, b in zip((q, k), (weight_q, weight_k), bias, strict=True)
         ]
         mask = _mask(m, key_padding_mask, attn_mask)
-    layer.observe(*heads, mask=mask)
+    layer.observe(*heads, mask=mask, cross=query is not key)
 
 
 def _batch_first(x: Tensor, is_batch_first: bool) -> Tensor:

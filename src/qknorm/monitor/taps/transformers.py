@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qknorm.monitor.layer import ATTRIBUTE, Layer
+from qknorm.monitor.taps.functional import RUNNING
 
 NAME = "transformers"
 _METHOD = "get_interface"
@@ -45,8 +46,8 @@ class _Wrapped:
     def enter(cls) -> None:
         from transformers.modeling_utils import AttentionInterface
 
-        cls.users += 1
-        if cls.users > 1:
+        if cls.users > 0:
+            cls.users += 1
             return
         original = cls.original = getattr(AttentionInterface, _METHOD)
 
@@ -55,6 +56,7 @@ class _Wrapped:
             return _observed(original(self, name, default), name)
 
         setattr(AttentionInterface, _METHOD, get_interface)
+        cls.users = 1
 
     @classmethod
     def leave(cls) -> None:
@@ -76,9 +78,15 @@ def _observed(function: Callable[..., Any], implementation: str) -> Callable[...
         **kwargs: Any,
     ) -> Any:
         layer: Layer | None = getattr(module, ATTRIBUTE, None)
-        if layer is not None and layer.switch.on:
-            _observe(layer, query, key, attention_mask, implementation, kwargs)
-        return function(module, query, key, value, attention_mask, *args, **kwargs)
+        if layer is None:
+            return function(module, query, key, value, attention_mask, *args, **kwargs)
+        layer.attempt(_observe, layer, query, key, attention_mask, implementation, kwargs)
+        # What it calls inside is its own, not that of a module around it.
+        outer, RUNNING.layer = RUNNING.layer, None
+        try:
+            return function(module, query, key, value, attention_mask, *args, **kwargs)
+        finally:
+            RUNNING.layer = outer
 
     return attend
 
@@ -95,6 +103,8 @@ def _observe(
         causal, window = bool(is_causal), options.get("sliding_window")
         if isinstance(mask, Tensor) and mask.dim() == 2:
             mask = mask[:, None, None].bool()
+        elif mask is None and Tq == Tk:
+            mask = _documents(options, q)
     elif "eager" in implementation:
         pass  # the mask says everything
     elif mask is None:
@@ -119,7 +129,33 @@ def _observe(
         window=window,
         scale=options.get("scaling"),
         softcap=options.get("softcap"),
+        cross=_is_cross(layer.module),
     )
+
+
+def _is_cross(module: nn.Module) -> bool:
+    """Whether keys are of another sequence: as encoder-decoder models mark it."""
+    if getattr(module, "is_cross_attention", False):
+        return True
+    return bool(getattr(module, "is_decoder", False)) and getattr(module, "is_causal", None) is False
+
+
+def _documents(options: dict[str, Any], q: Tensor) -> Tensor | None:
+    """Bool `[B, 1, T, T]`, own document: what a flash function takes from `cu_seq_lens_q` or else from
+    position ids that start anew; None if there is one document."""
+    B, T = q.shape[0], q.shape[2]
+    lengths, positions = options.get("cu_seq_lens_q"), options.get("position_ids")
+    if lengths is not None:
+        starts = torch.zeros(1, T + 1, dtype=torch.long, device=q.device)
+        starts[0, lengths.long()] = 1
+        ids = starts[:, :T].cumsum(1)
+    elif isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == T:
+        new = torch.zeros(positions.shape, dtype=torch.long, device=q.device)
+        new[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+        ids = new.cumsum(1)
+    else:
+        return None
+    return (ids[:, :, None] == ids[:, None, :])[:, None].expand(B, 1, T, T)
 
 
 def _dense(block_mask: Any, q: Tensor, Tk: int) -> Tensor:

@@ -1,12 +1,14 @@
 """JSON lines: a file per rank, one object a line, whole after a crash but for its last line.
 
-A line has a `kind`: "record" (see `Record`) or "alert" (see `Alert`). What JSON cannot say is written as
-the strings "NaN", "Infinity" and "-Infinity".
+A line has a `kind`: "record" (see `Record`), "alert" (see `Alert`), or "end". What JSON cannot say is
+written as the strings "NaN", "Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -22,31 +24,47 @@ class JsonLines:
 
     Args:
         path: of the file; with several ranks give each its own, as `rank_path` does.
-        resume_after: drop what an earlier run wrote for later steps; None starts anew.
+        resume_after: drop what an earlier run wrote for later steps; None starts anew, and keeps a file
+            that is there under another name.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume_after: int | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = []
-        if resume_after is not None and self.path.exists():
-            kept = [line for line in read_lines(self.path) if line["step"] <= resume_after]
+        if self.path.exists() and resume_after is not None:
+            kept = [line for line in read_lines(self.path) if line.get("step", 0) <= resume_after]
+            kept = [line for line in kept if line["kind"] != "end"]
+        elif self.path.exists() and self.path.stat().st_size:
+            self.path.rename(_free_name(self.path))
         temporary = self.path.with_name(f".{self.path.name}.new")
-        temporary.write_text("".join(_dump(line) for line in kept))
+        with temporary.open("w") as file:
+            file.writelines(map(_dump, kept))
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(self.path)
         self._file = self.path.open("a")
 
     def __call__(self, item: Record | Alert) -> None:
         """Append; it is with the operating system when this returns."""
         kind = "record" if isinstance(item, Record) else "alert"
-        self._file.write(_dump({"kind": kind, "schema": SCHEMA} | item.to_json()))
+        self._put({"kind": kind, "schema": SCHEMA} | item.to_json())
+
+    def _put(self, line: dict[str, Any]) -> None:
+        self._file.write(_dump(line))
         self._file.flush()
 
-    def close(self) -> None:
-        """Write everything to disk."""
+    def close(self, *, ended: bool = False) -> None:
+        """Write everything to disk; `ended`: tell those who follow the file that the run is over."""
+        if self._file.closed:
+            return
+        if ended:
+            self._put({"kind": "end", "schema": SCHEMA})
         os.fsync(self._file.fileno())
         self._file.close()
 
+
+LOG = logging.getLogger("qknorm")
 
 RANK_FILES = "attention.rank*.jsonl"
 
@@ -57,28 +75,37 @@ def rank_path(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """All whole lines; a last line that a crash cut short is left out.
+    """All whole lines. What a crash cut short or damaged is left out, with a warning unless it is last.
 
-    Raises ValueError for a broken line inside the file, and for a schema newer than this code.
+    Raises ValueError for a schema newer than this code.
     """
-    with path.open() as file:
+    with path.open(errors="replace") as file:
         for number, text in enumerate(file, start=1):
             try:
-                line = loads(text)
-            except ValueError as error:
-                if not text.endswith("\n"):
-                    return
-                raise ValueError(f"{path}, line {number} is not JSON") from error
-            if line.get("schema", SCHEMA) > SCHEMA:
-                raise ValueError(
-                    f"{path} has schema {line['schema']}, newer than {SCHEMA}: update qknorm"
-                )
-            yield line
+                yield check(loads(text), path)
+            except json.JSONDecodeError:
+                if text.endswith("\n"):
+                    LOG.warning("%s, line %d is damaged and left out", path, number)
+
+
+def check(line: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The line, if this code knows its schema; else raises ValueError."""
+    if line.get("schema", SCHEMA) > SCHEMA:
+        raise ValueError(f"{path} has schema {line['schema']}, newer than {SCHEMA}: update qknorm")
+    return line
+
+
+def _free_name(path: Path) -> Path:
+    return next(
+        name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}.{n}")).exists()
+    )
 
 
 def loads(text: str | bytes) -> dict[str, Any]:
     """One line. Raises ValueError if it is not JSON."""
-    line: dict[str, Any] = json.loads(text, object_hook=_numbers)
+    line = json.loads(text, object_hook=_numbers)
+    if not isinstance(line, dict):
+        raise json.JSONDecodeError("no object", str(text), 0)
     return line
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from qknorm.monitor.alerts import Alert
@@ -17,7 +17,7 @@ from qknorm.monitor.scalars import heatmap, scalars
 
 @dataclass(frozen=True)
 class TensorBoard:
-    """A `torch.utils.tensorboard.SummaryWriter`: scalars, two heatmaps, alerts as text."""
+    """A `torch.utils.tensorboard.SummaryWriter`: scalars, a heatmap of entropy, alerts as text."""
 
     writer: Any
 
@@ -42,14 +42,31 @@ def _image(record: Record) -> Any:
 
 @dataclass(frozen=True)
 class Wandb:
-    """A `wandb` run, or `trackio` run: `log` for scalars, `alert` for alerts."""
+    """A `wandb` run, or `trackio` run: `log` for scalars, `alert` for alerts.
+
+    The steps of a run are its own: these numbers have an axis of theirs, `attention/step`.
+
+    Attributes:
+        run: what `init` returned.
+        image: `wandb.Image` or the like, for a heatmap of entropy; None for none.
+    """
 
     run: Any
+    image: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if hasattr(self.run, "define_metric"):
+            self.run.define_metric("attention/step")
+            self.run.define_metric("attention/*", step_metric="attention/step")
+            self.run.define_metric("attention_eval/*", step_metric="attention/step")
 
     def __call__(self, item: Record | Alert) -> None:
         """Log one record, or raise one alert."""
         if isinstance(item, Record):
-            self.run.log(scalars(item), step=item.step)
+            values: dict[str, Any] = scalars(item) | {"attention/step": item.step}
+            if self.image is not None and item.layers and item.phase == "train":
+                values["attention/entropy_ratio"] = self.image(_image(item).numpy())
+            self.run.log(values)
             return
         level = {"info": "INFO", "warning": "WARN", "alarm": "ERROR"}[item.severity]
         self.run.alert(
@@ -59,7 +76,7 @@ class Wandb:
 
 @dataclass(frozen=True)
 class Mlflow:
-    """The `mlflow` module, or a client with `log_metrics`; alerts become tags."""
+    """The `mlflow` module; alerts become tags."""
 
     client: Any
 
@@ -70,7 +87,8 @@ class Mlflow:
             finite = {name: v for name, v in scalars(item).items() if math.isfinite(v)}
             self.client.log_metrics(finite, step=item.step)
         else:
-            self.client.set_tag(f"attention.{item.code}.{item.step}", item.message)
+            where = ".".join(str(part) for part in (item.layer, item.head) if part is not None)
+            self.client.set_tag(f"attention.{item.code}.{item.step}.{where}".rstrip("."), item.message)
 
 
 @dataclass(frozen=True)
@@ -78,9 +96,13 @@ class Gauges:
     """OpenTelemetry or Prometheus gauges: `make(name)` returns an object with `set(value)`."""
 
     make: Callable[[str], Any]
+    _made: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, item: Record | Alert) -> None:
         """Set the gauges to the newest values."""
         if isinstance(item, Record):
             for name, value in scalars(item).items():
-                self.make("qknorm_" + name.replace("/", "_")).set(value)
+                name = "qknorm_" + name.replace("/", "_")
+                if name not in self._made:
+                    self._made[name] = self.make(name)
+                self._made[name].set(value)

@@ -1,0 +1,156 @@
+"""The audit: run the model once, find its attentions, ask each for its formula, probe the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from qknorm.audit import probes, rules
+from qknorm.audit.findings import RULES, SEVERITIES, Finding, Report, finding
+from qknorm.audit.formula import Formula, read
+from qknorm.audit.scores import read_scores
+from qknorm.audit.site import NotUnderstoodError, find_sites
+from qknorm.audit.subject import Subject, audited
+from qknorm.audit.trace import HIDDEN, Trace, run
+
+LONG = 32_768  # tokens of context
+
+
+def audit(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    trained: bool = False,
+    suppress: Mapping[str, str] | None = None,
+) -> Report:
+    """Find the invisible mistakes of QK-norm in a model, by probing it.
+
+    Args:
+        model: any, in any mode; it is left as it was, to the bit.
+        inputs: what it is called with: a tensor, a tuple, or keyword arguments. None for a Hugging Face
+            model, which gets random tokens or pixels.
+        optimizer: to see in which groups the gains are.
+        trained: the weights come from training, so that no gain may sit at its initial value.
+        suppress: reasons by code for findings that are known and wanted.
+
+    Raises:
+        ValueError: the model cannot be called so, or shows no attention.
+    """
+    suppress = dict(suppress or {})
+    unknown = sorted(set(suppress) - set(RULES))
+    if unknown:
+        raise ValueError(f"no such code to suppress: {', '.join(unknown)}")
+    for code, reason in suppress.items():
+        if not reason:
+            raise ValueError(f"suppressing {code} needs a reason")
+    with torch.no_grad(), audited(model, inputs) as subject:
+        report = _audit(subject, optimizer, trained)
+    kept = [one for one in report.findings if one.code not in suppress]
+    gone = [(one, suppress[one.code]) for one in report.findings if one.code in suppress]
+    kept.sort(key=lambda one: (-SEVERITIES.index(one.severity), one.code, one.layer or ""))
+    return Report(
+        findings=kept,
+        formulas=report.formulas,
+        exercised=report.exercised,
+        not_probed=report.not_probed,
+        suppressed=gone,
+    )
+
+
+def _audit(subject: Subject, optimizer: torch.optim.Optimizer | None, trained: bool) -> Report:
+    trace = Trace(subject.model)
+    run(trace, subject.model, (), subject.inputs)
+    if not trace.attentions:
+        raise ValueError(
+            f"{type(subject.model).__name__} showed no attention: no softmax over a product of two "
+            "activations, and no call of F.scaled_dot_product_attention"
+        )
+    sites, refused = find_sites(trace.attentions)
+    not_probed = [f"{path}: {why}" for path, why in refused.items()]
+    findings: list[Finding] = []
+    formulas: dict[str, Formula] = {}
+    gains: set[int] = set()
+    dtype = next((p.dtype for p in subject.model.parameters() if p.is_floating_point()), torch.float32)
+    is_low = dtype in (torch.float16, torch.bfloat16)
+    for site in sites:
+        path = site.path
+        try:
+            f, q, k = read(site)
+        except NotUnderstoodError as error:
+            not_probed.append(f"{path}: {error}")
+            continue
+        formulas[path] = f
+        sides = {"q": q, "k": k}
+        gains |= {id(p) for side in sides.values() for p in side.gain_parameters}
+        original = subject.model.get_submodule(path)
+        scores = read_scores(site, normed=q.norm is not None and k.norm is not None)
+        findings += rules.of_norms(path, f, q, k)
+        findings += rules.of_eps(path, site, sides)
+        findings += rules.of_precision(path, site, sides, original)
+        findings += rules.of_limits(path, sides, scores)
+        findings += rules.of_scale(path, site, f)
+        findings += rules.of_rope(path, f, q, k, is_low)
+        findings += rules.of_gains(path, sides, trained)
+        if f.v_norm:
+            findings.append(finding("QK003", path, "V does not grow with its projection"))
+        if optimizer is not None:
+            own = _own_gains(site.module, original, sides)
+            findings += rules.of_optimizer(path, own, optimizer)
+        logits = site.attention.logits
+        if logits is not None:
+            findings += rules.of_bound(path, f, float(logits[logits > HIDDEN].max()))
+    findings += probes.find_leaks(subject, not_probed)
+    findings += probes.find_disagreement(subject, not_probed)
+    findings += probes.find_idle(subject, sites, not_probed)
+    findings += probes.find_useless_clip(subject, sites)
+    if any(f.rope is not None for f in formulas.values()):
+        moved = probes.is_relative(subject)
+        known = {one.code for one in findings}
+        low = 3e-2 if is_low else 1e-3
+        if moved is not None and moved > low and not known & {"QK002", "QK023"}:
+            text = f"shifting all positions moves outputs by {moved:.1e}"
+            findings.append(finding("QK023", None, text, moved=moved))
+    findings += _long_context(subject, formulas)
+    exercised = [
+        f"{len(formulas)} of {len(trace.attentions)} attentions asked for their formula",
+        f"paths: {', '.join(subject.paths)}",
+        f"dtype: {dtype}".replace("torch.", ""),
+        f"batch and length: {', '.join(str(tuple(s.attention.q.shape[::2])) for s in sites[:1])}",
+    ]
+    return Report(
+        findings=_once(findings), formulas=formulas, exercised=exercised, not_probed=not_probed
+    )
+
+
+def _own_gains(module: nn.Module, original: nn.Module, sides: Any) -> Any:
+    """The gains of the model itself, where the formula was read from a copy in fp32."""
+    if module is original:
+        return sides
+    names = {id(p): name for name, p in module.named_parameters()}
+    own = dict(original.named_parameters())
+    from dataclasses import replace
+
+    return {
+        key: replace(side, gain_parameters=[own[names[id(p)]] for p in side.gain_parameters])
+        for key, side in sides.items()
+    }
+
+
+def _long_context(subject: Subject, formulas: Mapping[str, Formula]) -> list[Finding]:
+    config = getattr(subject.model, "config", None)
+    length = getattr(config, "max_position_embeddings", 0) or 0
+    normed = [f for f in formulas.values() if f.q_norm is not None]
+    if length >= LONG and normed and not any(f.sink for f in normed):
+        return [finding("QK021", None, f"{length} tokens of context and no sink", tokens=float(length))]
+    return []
+
+
+def _once(findings: list[Finding]) -> list[Finding]:
+    seen: dict[tuple[str, str | None, object], Finding] = {}
+    for one in findings:
+        seen.setdefault((one.code, one.layer, one.evidence.get("path")), one)
+    return list(seen.values())

@@ -1,0 +1,477 @@
+"""The formula of an attention, read back from how q and k answer to raw projections.
+
+At every token the entries of a head are `q = A n(y) + b`: n is the norm without its gain, A holds the
+gain and the rotation. A is found by least squares for each norm that comes into question; the norm with
+the smallest residual is the one, and A tells gain, rotation and their order.
+
+Shapes: M samples, B batch, T tokens, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qknorm.audit.scores import read_scores
+from qknorm.audit.site import Columns, NotUnderstoodError, Site
+
+SPREAD = 8.0  # standard deviation of raw entries, beside which no sensible eps counts
+SMALL = 0.25  # that which no clamp of projections reaches
+KNOWN = 0.02  # the residual below which a norm is recognised
+EXACT = 3e-5  # that of fp32 arithmetic
+STEP = 0.5  # by which a parameter is moved to see what follows
+TURNED = 2e-5  # the share of a pair's other entry above which it is rotated
+SCALES = [10.0 ** (-k / 2) for k in range(1, 21)]
+
+Normalize = Callable[[Tensor], Tensor]
+
+
+def _rms(axes: tuple[int, ...], *, center: bool) -> Normalize:
+    def normalize(y: Tensor) -> Tensor:
+        if center:
+            y = y - y.mean(axes, keepdim=True)
+        return y / y.square().mean(axes, keepdim=True).sqrt()
+
+    return normalize
+
+
+# (norm, statistic) of `[..., H, D]`. "heads" is a statistic over the same entry of all heads.
+NORMS: dict[tuple[str | None, str | None], Normalize] = {
+    (None, None): lambda y: y,
+    ("rms", "head"): _rms((-1,), center=False),
+    ("layer", "head"): _rms((-1,), center=True),
+    ("rms", "full"): _rms((-2, -1), center=False),
+    ("layer", "full"): _rms((-2, -1), center=True),
+    ("rms", "heads"): _rms((-2,), center=False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """What was read of q or of k.
+
+    Attributes:
+        norm: None, "rms", "layer", or "l2".
+        statistic: None, "head", "full", or "heads".
+        residual: relative, of the best fit in fp32.
+        matrices: A, `[T, H, D, D]`.
+        gain: effective, `[H, D]`; None without a norm.
+        gain_kind: None, "head", "shared", "full" or "scalar".
+        gain_parameters: on which q or k depends.
+        factor: by which q or k is multiplied beside norm and gain, such as an amplitude of RoPE.
+        eps, eps_place: of the norm.
+        limit: at which its entries, or the raw ones ("raw_limit"), are clamped.
+    """
+
+    norm: str | None
+    statistic: str | None
+    residual: float
+    matrices: Tensor
+    gain: Tensor | None
+    gain_kind: str | None
+    gain_parameters: list[nn.Parameter]
+    factor: float
+    eps: float | None
+    eps_place: str | None
+    limit: float | None
+    raw_limit: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formula:
+    """How one attention computes, as it was read back.
+
+    Attributes:
+        q_norm, k_norm: None, "rms", "layer" (the mean is taken off) or "l2" (unit length).
+        statistic: None, "head", "full" (over all heads), or "heads" (over heads, per entry).
+        gain, k_gain: None, "head" `[H, D]`, "shared" `[D]`, "full" `[H * D]`, "scalar".
+        q_gain_values, k_gain_values: effective, `[H, D]`; None without a norm.
+        eps, eps_place: "inside", "outside" or "clamp".
+        order: of the gain against RoPE: None, "before", "after", "not identifiable".
+        rope: None, "half", "interleaved".
+        rotary_width: R, 0 without RoPE.
+        v_norm: whether V is normed.
+        scale: of q.k, whatever multiplies q, k or their product included; None if not identified.
+        softcap, window, sink, causal: as observed at this length.
+        q_heads, kv_heads, head_dim: Hq, Hk, D.
+    """
+
+    q_norm: str | None
+    k_norm: str | None
+    statistic: str | None
+    gain: str | None
+    k_gain: str | None
+    q_gain_values: Tensor | None
+    k_gain_values: Tensor | None
+    eps: float | None
+    eps_place: str | None
+    order: str | None
+    rope: str | None
+    rotary_width: int
+    v_norm: bool
+    scale: float | None
+    softcap: float | None
+    window: int | None
+    sink: bool
+    causal: bool
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def read_side(site: Site, side: str) -> Side | None:
+    """Read q or k back; None if no norm in question explains it."""
+    columns = site.q if side == "q" else site.k
+    assert columns is not None
+    raw_limit = None
+    found = _fit(site, side, SPREAD)
+    if found is None or found[1] > EXACT:
+        # A clamp of raw entries acts on large ones only.
+        small = _fit(site, side, SMALL)
+        if small is not None and small[1] < 1e-3 and (found is None or found[1] > 10 * small[1]):
+            found, raw_limit = small, _raw_limit(site, side)
+    if found is None or found[1] > KNOWN:
+        return None
+    (norm, statistic), residual, matrices, limit = found
+    first = torch.diagonal(matrices[0], dim1=-2, dim2=-1)  # [H, D]
+    parameters = _gain_parameters(site, side)
+    spread = SPREAD if raw_limit is None else SMALL
+    gain, kind, factor = _gain(site, side, first, (norm, statistic), parameters, spread, limit)
+    eps = place = None
+    if norm is not None:
+        eps, place = _eps(site, side, (norm, statistic), spread, limit)
+        if norm == "rms" and not parameters and gain is not None:
+            D = columns.column.shape[1]
+            if (gain * D**0.5 - 1).abs().max() < 1e-3:
+                norm = "l2"
+    return Side(
+        norm=norm,
+        statistic=statistic,
+        residual=residual,
+        matrices=matrices,
+        gain=gain,
+        gain_kind=kind,
+        gain_parameters=parameters,
+        factor=factor,
+        eps=eps,
+        eps_place=place,
+        limit=limit,
+        raw_limit=raw_limit,
+    )
+
+
+def answers(site: Site, side: str, raw: Tensor, *, module: nn.Module | None = None) -> Tensor:
+    """q or k `[B, T, H, D]` in fp64 for raw ones of the same shape."""
+    q, k = site.q_and_k(**{side: raw}, module=module)
+    return (q if side == "q" else k).double()
+
+
+def raw_shape(site: Site, columns: Columns) -> tuple[int, ...]:
+    """`[B, T, H, D]` of one side."""
+    return (site.batch, site.tokens, *columns.column.shape)
+
+
+def _samples(site: Site, side: str, spread: float) -> tuple[Tensor, Tensor]:
+    """Raw and answered, `[M, T, H, D]` in fp64."""
+    columns = site.q if side == "q" else site.k
+    assert columns is not None
+    shape = raw_shape(site, columns)
+    count = math.ceil((1.5 * shape[3] + 8) / shape[0])
+    generator = torch.Generator().manual_seed(3)
+    raws, found = [], []
+    for _ in range(count):
+        raw = spread * torch.randn(shape, generator=generator)
+        raws.append(raw.double())
+        found.append(answers(site, side, raw))
+    return torch.cat(raws), torch.cat(found)
+
+
+def _fit(
+    site: Site, side: str, spread: float
+) -> tuple[tuple[str | None, str | None], float, Tensor, float | None] | None:
+    """The best norm, its residual, A `[T, H, D, D]`, and the limit at which answers are clamped."""
+    raw, found = _samples(site, side, spread)
+    if not bool(found.isfinite().all()):
+        return None
+    limit = _limit(found)
+    best: tuple[tuple[str | None, str | None], float, Tensor] | None = None
+    for name, normalize in NORMS.items():
+        x = normalize(raw)
+        if not bool(x.isfinite().all()):
+            continue
+        matrices, residual = _solve(x, found, limit)
+        if best is None or residual < best[1]:
+            best = (name, residual, matrices)
+    assert best is not None
+    return (*best, limit)
+
+
+def _solve(x: Tensor, y: Tensor, limit: float | None) -> tuple[Tensor, float]:
+    """A and the relative residual of `y = A x + b` for each token and head, without clamped answers."""
+    M, T, H, D = x.shape
+    x_THMD = torch.cat((x, torch.ones(M, T, H, 1, dtype=x.dtype)), -1).permute(1, 2, 0, 3)
+    y_THMD = y.permute(1, 2, 0, 3)
+    if limit is None:
+        solution = torch.linalg.lstsq(x_THMD, y_THMD).solution
+        error = (x_THMD @ solution - y_THMD).square().sum() / y_THMD.square().sum().clamp(min=1e-30)
+        return solution[..., :D, :].mT, float(error.sqrt())
+    free = (y_THMD.abs() < limit * (1 - 1e-6)).double()
+    # One weighted problem for each entry of the answer.
+    weighted = x_THMD[:, :, None] * free.mT[..., None]  # [T, H, D, M, D + 1]
+    solution = torch.linalg.pinv(weighted) @ (y_THMD * free).mT[..., None]
+    error = (weighted @ solution - (y_THMD * free).mT[..., None]).square().sum()
+    total = (y_THMD * free).square().sum().clamp(min=1e-30)
+    return solution[..., :D, 0], float((error / total).sqrt())
+
+
+def _limit(found: Tensor) -> float | None:
+    """The largest |entry| if many entries share it."""
+    size = found.abs()
+    top = float(size.max())
+    share = float((size >= top * (1 - 1e-6)).double().mean())
+    return top if share > 0.005 and top > 0 else None
+
+
+def _raw_limit(site: Site, side: str) -> float:
+    """Where raw entries stop to count: the raw value beyond which a growing entry changes nothing."""
+    columns = site.q if side == "q" else site.k
+    assert columns is not None
+    base = torch.full(raw_shape(site, columns), 0.1)
+    last, last_value = None, 0.0
+    for value in [0.1 * 1.1**i for i in range(80)]:
+        raw = base.clone()
+        raw[..., 0] = value
+        answer = answers(site, side, raw)[:, 0]
+        if last is not None and float((answer - last).abs().max()) < 1e-6 * float(answer.abs().max()):
+            return last_value
+        last, last_value = answer, value
+    return math.inf
+
+
+def _gain_parameters(site: Site, side: str) -> list[nn.Parameter]:
+    """Parameters beside the projections on which q or k depends."""
+    chosen = dict(site.outputs)
+    with torch.enable_grad():
+        attention = site.ask(chosen)
+        x = attention.q if side == "q" else attention.k
+        if not x.requires_grad:
+            return []
+        parameters = [p for p in site.module.parameters() if p.requires_grad and p.is_floating_point()]
+        weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
+        grads = torch.autograd.grad((x * weight).sum(), parameters, allow_unused=True)
+    return [p for p, g in zip(parameters, grads, strict=True) if g is not None and bool(g.any())]
+
+
+def _gain(
+    site: Site,
+    side: str,
+    first: Tensor,
+    key: tuple[str | None, str | None],
+    parameters: list[nn.Parameter],
+    spread: float,
+    limit: float | None,
+) -> tuple[Tensor | None, str | None, float]:
+    """The effective gain `[H, D]`, what it is shared by, and the factor beside it.
+
+    q depends on a stored gain w by `a (w + o)`: its derivative gives the factor a.
+    """
+    norm, statistic = key
+    if norm is None:
+        return None, None, float(first.median())
+    columns = site.q if side == "q" else site.k
+    assert columns is not None
+    H, D = first.shape
+    raw = torch.cat([_random(site, columns, spread, seed) for seed in range(5, 9)])  # [4 B, T, H, D]
+    n = NORMS[key](raw.double())[:, 0]  # [4 B, H, D]
+
+    def ask() -> Tensor:
+        return torch.cat([answers(site, side, part)[:, 0] for part in raw.split(site.batch)])
+
+    base = ask()
+    for parameter in parameters:
+        with _nudged(parameter, STEP):
+            after = ask()
+        slope = (after - base) / STEP / n
+        free = torch.ones_like(slope, dtype=torch.bool)
+        if limit is not None:
+            free = torch.maximum(base.abs(), after.abs()) < limit * (1 - 1e-6)
+        slope = torch.where(free, slope, torch.nan)
+        size = slope.abs().nanmean(0).nan_to_num()
+        moved = size > 1e-3 * float(size.max())
+        # A gain changes an entry in proportion to itself; a bias does not.
+        chosen = slope[:, moved]
+        middle = chosen.nanmedian(0).values
+        spreads = (chosen - middle).abs().nan_to_num().amax(0)
+        if chosen.numel() == 0 or float(spreads.max()) > 2e-2 * float(middle.abs().max()):
+            continue
+        heads, entries = int(moved.any(1).sum()), int(moved.any(0).sum())
+        if entries > 1:
+            kind = "scalar"
+        elif heads > 1 or parameter.numel() == D:
+            kind = "shared" if heads == H else "head"
+        else:
+            kind = "full" if statistic == "full" else "head"
+        factor = float(middle.abs().median())
+        return first / factor, kind, factor
+    return first, None, 1.0
+
+
+def _random(site: Site, columns: Columns, spread: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return spread * torch.randn(raw_shape(site, columns), generator=generator)
+
+
+@contextmanager
+def _nudged(parameter: nn.Parameter, step: float) -> Iterator[None]:
+    """Its first entry moved, and put back to the bit."""
+    with torch.no_grad():
+        at = (0,) * parameter.dim()
+        before = parameter[at].clone()
+        parameter[at] += step
+        try:
+            yield
+        finally:
+            parameter[at] = before
+
+
+def _eps(
+    site: Site, side: str, key: tuple[str | None, str | None], spread: float, limit: float | None
+) -> tuple[float, str]:
+    """eps and its place, from answers to ever smaller raw vectors. 0 if none was felt."""
+    columns = site.q if side == "q" else site.k
+    assert columns is not None
+    raw = _random(site, columns, SMALL, 7)
+    full = answers(site, side, raw if spread == SMALL else 256 * raw)[:, 0]
+    rest = answers(site, side, 0 * raw)[:, 0].nan_to_num()
+    _, statistic = key
+    axes = {"head": (-1,), "full": (-2, -1), "heads": (-2,)}[statistic or "head"]
+    centered = raw.double()[:, 0]
+    if key[0] == "layer":
+        centered = centered - centered.mean(axes, keepdim=True)
+    size = centered.square().mean(axes, keepdim=True).sqrt()
+    width = 1
+    for axis in axes:
+        width *= centered.shape[axis]
+    felt: dict[str, list[Tensor]] = {"inside": [], "outside": [], "clamp": []}
+    free = torch.ones_like(full) if limit is None else (full.abs() < limit * (1 - 1e-6)).double()
+    span = ((full - rest) * free).square().sum(axes, keepdim=True)
+    for c in SCALES:
+        answer = answers(site, side, c * raw)[:, 0]
+        ratio = ((answer - rest) * (full - rest) * free).sum(axes, keepdim=True) / span
+        if not bool(ratio.isfinite().all()):
+            break
+        if 0.05 < float(ratio.median()) < 0.95:
+            s = c * size
+            felt["inside"].append(s.square() * (ratio.clamp(max=1).pow(-2) - 1))
+            felt["outside"].append(s * (1 / ratio.clamp(max=1) - 1))
+            felt["clamp"].append(s / ratio)
+    if not felt["inside"]:
+        return 0.0, "inside"
+    spreads = {}
+    for place, values in felt.items():
+        logs = torch.stack(values).clamp(min=1e-30).log()
+        spreads[place] = (float(logs.std()) if logs.numel() > 1 else 0.0, float(logs.median().exp()))
+    place = min(spreads, key=lambda name: spreads[name][0])
+    value = spreads[place][1]
+    if place == "clamp":  # `F.normalize` clamps the length, not the root mean square
+        value *= width**0.5
+    return value, place
+
+
+def read(site: Site) -> tuple[Formula, Side, Side]:
+    """Read one attention back. Raises NotUnderstoodError where no formula fits."""
+    sides = {}
+    for name in ("q", "k"):
+        side = read_side(site, name)
+        if side is None:
+            raise NotUnderstoodError(f"{name} is no norm, gain and rotation of a projection")
+        sides[name] = side
+    q, k = sides["q"], sides["k"]
+    scores = read_scores(site, normed=q.norm is not None and k.norm is not None)
+    normed = q if q.norm is not None else k
+    rope, width = _rope(q.matrices)
+    formula = Formula(
+        q_norm=q.norm,
+        k_norm=k.norm,
+        statistic=normed.statistic,
+        gain=q.gain_kind,
+        k_gain=k.gain_kind,
+        q_gain_values=q.gain,
+        k_gain_values=k.gain,
+        eps=normed.eps,
+        eps_place=normed.eps_place,
+        order=_order([side for side in (q, k) if side.norm is not None], rope),
+        rope=rope,
+        rotary_width=width,
+        v_norm=_is_v_normed(site),
+        scale=None if scores.scale is None else scores.scale * q.factor * k.factor,
+        softcap=scores.softcap,
+        window=scores.window,
+        sink=scores.sink,
+        causal=scores.causal,
+        q_heads=site.q_heads,
+        kv_heads=site.kv_heads,
+        head_dim=site.head_dim,
+    )
+    return formula, q, k
+
+
+def _rope(matrices: Tensor) -> tuple[str | None, int]:
+    """Layout and width of the rotation, from A `[T, H, D, D]`."""
+    T, _, D, _ = matrices.shape
+    size = torch.diagonal(matrices[0], dim1=-2, dim2=-1).abs()  # [H, D]
+    scale = (size[:, :, None] * size[:, None, :]).sqrt().clamp(min=1e-12)
+    off = (matrices.abs() / scale).amax((0, 1))
+    off = off - torch.diag_embed(torch.diagonal(off))
+    turned = off.amax(0) > TURNED
+    if T < 2 or not bool(turned.any()):
+        return None, 0
+    partners = off.argmax(0)
+    sure = (off.amax(0) > 0.05).nonzero().flatten()
+    distance = int((partners[sure] - sure).abs().mode().values) if len(sure) else D // 2
+    last = int(turned.nonzero().max()) + 1
+    if distance == 1 and not (D == 2 and len(sure) == 2):
+        return "interleaved", last + last % 2
+    # Pairs (i, i + R/2) where all of them turn; some models let only some of a longer half turn.
+    count = int(turned.sum())
+    return "half", 2 * distance if count > distance else count
+
+
+def _order(sides: list[Side], rope: str | None) -> str | None:
+    """Of gain and rotation: which of the two factorings of A leaves a rotation."""
+    if not sides or rope is None:
+        return None
+    verdicts = set()
+    for side in sides:
+        A = side.matrices[1:]
+        g = torch.diagonal(side.matrices[0], dim1=-2, dim2=-1)  # [H, D]
+        if bool((g.abs() < 1e-6).any()):
+            continue
+        before, after = A / g[None, :, None, :], A / g[None, :, :, None]
+        eye = torch.eye(A.shape[-1], dtype=A.dtype)
+        error = {
+            "before": float((before @ before.mT - eye).abs().max()),
+            "after": float((after @ after.mT - eye).abs().max()),
+        }
+        low = max(1e-3, 20 * side.residual)
+        if max(error.values()) < low:
+            verdicts.add("not identifiable")
+        else:
+            verdicts.add(min(error, key=lambda name: error[name]))
+    for verdict in ("after", "before"):
+        if verdict in verdicts:
+            return verdict
+    return "not identifiable" if verdicts else None
+
+
+def _is_v_normed(site: Site) -> bool:
+    small, large = (site.ask({i: f * y for i, y in site.outputs.items()}).v for f in (0.05, 0.2))
+    assert small is not None
+    assert large is not None
+    before, after = small.detach().double().norm(), large.detach().double().norm()
+    return bool(after < 2 * before)

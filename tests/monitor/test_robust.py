@@ -1,0 +1,278 @@
+"""What a monitor must survive, and what must survive a monitor."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from made import layer, record
+from test_taps import CAUSAL, B, C, D, H, Plain, T, agree, dense
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.optim.swa_utils import AveragedModel
+
+from qknorm.monitor import Alerts, Monitor, Record
+from qknorm.monitor.taps import functional
+from qknorm.nn import Attention, AttentionConfig
+
+KINDS = {
+    "sdpa": Plain,
+    "multihead": lambda: nn.MultiheadAttention(C, H, batch_first=True),
+    "own": lambda: Attention(AttentionConfig(dim=C, num_heads=H)),
+}
+
+
+def call(module: nn.Module, x: Tensor) -> Tensor:
+    out = module(x, x, x) if isinstance(module, nn.MultiheadAttention) else module(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
+# Copies -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_copy_of_a_watched_module_computes_with_its_own_weights(kind: str, detached: bool) -> None:
+    torch.manual_seed(0)
+    module, x = KINDS[kind](), torch.randn(B, T, C)
+    monitor = Monitor.attach(module, every=1)
+    made = [copy.deepcopy(module), copy.deepcopy(copy.deepcopy(module))]
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    made.append(torch.load(file, weights_only=False))
+    if detached:
+        monitor.detach()
+    before = call(module, x)
+    for one in made:
+        assert torch.equal(call(one, x), before)
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(0.5)
+        assert not torch.equal(call(one, x), before)
+        Monitor.attach(one, every=1).detach()  # it is nobody's
+    assert torch.equal(call(module, x), before)
+    monitor.detach()
+
+
+def test_an_average_of_the_weights_is_one() -> None:
+    torch.manual_seed(0)
+    module, x = Plain(), torch.randn(B, T, C)
+    with Monitor.attach(module, every=1):
+        average = AveragedModel(module)
+        before = call(average, x)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        assert torch.equal(call(average, x), before)
+        average.update_parameters(module)
+
+
+def test_data_parallel_is_refused() -> None:
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        Monitor.attach(nn.DataParallel(Plain()))
+
+
+# Failures -----------------------------------------------------------------------------------------
+
+
+class Fails(nn.Module):
+    """Attention of a kind that no tap understands: jagged, flat, or of odd broadcasting."""
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, k)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((5, 8), (5, 8)), ((1, 2, 4, 4), (3, 2, 4, 4))], ids=["two axes", "broadcast"]
+)
+def test_a_call_that_is_not_understood_costs_the_record_and_not_the_training(
+    shapes: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    module = nn.ModuleDict({"odd": Fails(), "plain": Plain()})
+    q, k = (torch.randn(shape) for shape in shapes)
+    expected = module["odd"](q, k)
+    with Monitor.attach(module, every=1) as monitor:
+        for _ in range(3):
+            assert torch.equal(module["odd"](q, k), expected)
+            module["plain"](torch.randn(B, T, C))
+            (found,) = monitor.step()
+            assert list(found.layers) == ["plain"]
+            assert found.silent["odd"]
+    assert sum("odd is watched no more" in r.message for r in caplog.records) == 1
+
+
+def test_a_function_on_a_class_stays_one() -> None:
+    class OnClass(nn.Module):
+        attend = F.scaled_dot_product_attention  # a builtin: no method
+
+        def forward(self, q: Tensor) -> Tensor:
+            return self.attend(q, q, q)
+
+    module, q = OnClass(), torch.randn(B, H, T, D)
+    expected = module(q)
+    with Monitor.attach(module, every=1) as monitor:
+        assert torch.equal(module(q), expected)
+        agree(monitor.step()[0].layers[""], dense(q, q, torch.ones_like(CAUSAL)))
+    assert vars(OnClass)["attend"] is F.scaled_dot_product_attention
+
+
+def test_a_failing_attach_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = F.scaled_dot_product_attention
+    model = nn.Sequential(Plain(), Plain())
+    with pytest.raises(TypeError):
+        Monitor.attach(model, every=1, to=3)  # type: ignore[arg-type]
+    installed: list[Any] = []
+
+    def fail(layer: Any) -> Any:
+        if installed:
+            raise RuntimeError("on purpose")
+        installed.append(original_install(layer))
+        return installed[0]
+
+    original_install = functional.install
+    monkeypatch.setattr(functional, "install", fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        Monitor.attach(model, every=1)
+    monkeypatch.undo()
+    assert F.scaled_dot_product_attention is original
+    assert "forward" not in model[0].__dict__
+    Monitor.attach(model, every=1).detach()
+
+
+def test_one_destination_that_fails_does_not_silence_the_others() -> None:
+    seen: list[Record] = []
+
+    def fail(_: Record) -> None:
+        raise OSError("disk full")
+
+    module = Plain()
+    with Monitor.attach(module, every=1, to=[fail, seen.append]) as monitor:
+        module(torch.randn(B, T, C))
+        monitor.step()
+    assert len(seen) == 1
+
+
+def test_a_forward_that_somebody_put_over_ours_survives_detach() -> None:
+    module, x = Plain(), torch.randn(B, T, C)
+    monitor = Monitor.attach(module, every=1)
+    ours = module.forward
+    module.forward = lambda x: 2 * ours(x)  # type: ignore[method-assign]
+    monitor.detach()
+    expected = Plain.forward(module, x)
+    assert torch.equal(module(x), 2 * expected)
+    monitor.detach()
+
+
+def test_buffers_made_in_inference_mode_serve_training() -> None:
+    module, x = Plain(), torch.randn(B, T, C)
+    with torch.inference_mode():
+        monitor = Monitor.attach(module, every=1)
+        module.eval()(x)
+        monitor.step()
+    module.train()(x).sum().backward()
+    assert monitor.step()[0].layers[""].rows == B * T
+    monitor.detach()
+
+
+# Meaning ------------------------------------------------------------------------------------------
+
+
+def test_padding_of_a_memory_of_the_same_length_hides_no_query() -> None:
+    torch.manual_seed(1)
+    module = nn.MultiheadAttention(C, H, batch_first=True)
+    x, memory = torch.randn(B, T, C), torch.randn(B, T, C)
+    padding = torch.zeros(B, T, dtype=torch.bool)
+    padding[:, T // 2 :] = True
+    with Monitor.attach(module, every=1) as monitor:
+        module(x, memory, memory, key_padding_mask=padding)
+        found = monitor.step()[0].layers[""]
+    assert found.rows == B * T
+
+
+def test_a_mask_that_hides_the_diagonal_is_not_padding() -> None:
+    module, x = Plain(), torch.randn(B, T, C)
+    others = ~torch.eye(T, dtype=torch.bool)
+    with Monitor.attach(module, every=1) as monitor:
+        module(x, attn_mask=others)
+        found = monitor.step()[0].layers[""]
+    assert found.rows == B * T
+
+
+@pytest.mark.parametrize("low", [-1e9, -1e4, torch.finfo(torch.float32).min, -math.inf])
+def test_large_finite_biases_hide(low: float) -> None:
+    torch.manual_seed(2)
+    module, x = Plain(), torch.randn(B, T, C)
+    with Monitor.attach(module, every=1) as monitor:
+        module(x, attn_mask=torch.zeros(T, T).masked_fill(~CAUSAL[0, 0], low))
+        found = monitor.step()[0].layers[""]
+    agree(found, dense(*module.seen[-1], CAUSAL))
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+def test_causal_biases_of_torch(make: Any) -> None:
+    torch.manual_seed(3)
+    q, k = torch.randn(B, H, 5, D), torch.randn(B, H, T, D)
+    visible = torch.ones(5, T, dtype=torch.bool).tril(0 if make is causal_upper_left else T - 5)
+    class Biased(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, k, attn_mask=make(5, T))
+
+    module = Biased()
+    with Monitor.attach(module, every=1) as monitor:
+        module(q, k)
+        found = monitor.step()[0].layers[""]
+    s = (q.double() @ k.double().mT * D**-0.5).masked_fill(~visible, -torch.inf)
+    torch.testing.assert_close(
+        torch.tensor(found.max_logit).double(), s.amax((0, 2, 3)), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_calls_of_another_number_of_heads_are_named_and_do_not_mix() -> None:
+    module = Fails()
+    many, one = torch.randn(B, H, T, D), torch.randn(B, 1, T, D)
+    with Monitor.attach(module, every=1) as monitor:
+        module(many, many)
+        module(one, one)
+        found = monitor.step()[0].layers[""]
+        module(one, one)
+        silent = monitor.step()[0].silent
+    assert found.rows == B * T
+    assert len(found.max_logit) == H
+    assert "4 heads and with 1" in silent[""]
+
+
+def test_a_head_that_sees_nothing_is_no_alarm_and_spoils_no_mean() -> None:
+    module, x = Plain(), torch.randn(B, T, C)
+    mask = torch.ones(1, H, T, T, dtype=torch.bool)
+    mask[:, 2] = False
+    alerts = Alerts()
+    with Monitor.attach(module, every=1) as monitor:
+        module(x, attn_mask=mask)
+        (found,) = monitor.step()
+    assert found.layers[""].max_logit[2] == -math.inf
+    assert math.isfinite(found.entropy_nats)
+    assert not any(alert.code == "QM008" for alert in alerts(found))
+
+
+def test_a_thousand_loud_heads_are_one_alert() -> None:
+    loud = record(0, {f"layer{i}": layer([60.0 + i] * 32) for i in range(32)})
+    found = Alerts()(loud)
+    assert len([alert for alert in found if alert.code == "QM001"]) == 1
+    assert found[0].evidence["heads"] == 1024
+    assert "1024 heads in 32 layers" in found[0].message
+    assert found[0].layer == "layer31"
+
+
+def test_loading_a_state_drops_what_was_seen_before() -> None:
+    module, x = Plain(), torch.randn(B, T, C)
+    with Monitor.attach(module, every=10) as monitor:
+        module(x)
+        monitor.load_state_dict({"step_count": 20, "every": 10})
+        module(x)
+        assert monitor.step()[0].layers[""].rows == B * T
