@@ -147,7 +147,8 @@ class Alerts:
             if layer.steps[-1] == self.history.step:
                 for rule in (_not_finite, _saturation, _level, _growth, _entropy, _bound):
                     for code, severity, head, text, evidence in rule(layer, self.thresholds):
-                        where = name if head is None else f"{name} head {head}"
+                        where = name or "the model itself"
+                        where = where if head is None else f"{where} head {head}"
                         yield self._alert(code, severity, name, head, f"{where} {text}", evidence)
 
     def _alert(

@@ -246,7 +246,7 @@ class View:
         else:
             B, H = self.mask.shape[:2]
             firsts, keys = [], torch.zeros(B, Tk, dtype=torch.bool, device=device)
-            for some in torch.arange(Tq).split(max(1, 8 * _budget(device) // (B * H * Tk))):
+            for some in torch.arange(Tq).split(max(1, _budget(device) // (B * H * Tk))):
                 visible = self.block(some).visible
                 firsts.append(visible.byte().argmax(-1))
                 keys[:, : visible.shape[-1]] |= visible.any(2).any(1)

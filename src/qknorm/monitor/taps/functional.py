@@ -49,14 +49,9 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-class _Running:
-    """The layer whose forward runs now."""
-
-    def __init__(self) -> None:
-        self.layer: Layer | None = None
-
-
-RUNNING = _Running()
+# The layer whose forward runs now. A list, not an attribute: a compiler that traces FlexAttention loses
+# track of attributes that change.
+RUNNING: list[Layer | None] = [None]
 
 
 class Forward:
@@ -79,16 +74,16 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.look is not None:
             self.look(*args, **kwargs)
-        outer = RUNNING.layer
-        RUNNING.layer = self.layer
+        outer = RUNNING[0]
+        RUNNING[0] = self.layer
         try:
             return self.original(*args, **kwargs)
         finally:
-            RUNNING.layer = outer
+            RUNNING[0] = outer
 
     def undo(self) -> None:
         """As it was; where somebody has put another forward over this one it stays, and passes on."""
-        self.look, self.layer = None, RUNNING.layer
+        self.look, self.layer = None, RUNNING[0]
         if self.module.__dict__.get("forward") is self:
             if self.before is None:
                 del self.module.forward
@@ -179,7 +174,7 @@ def _observed(original: Callable[..., Any]) -> Callable[..., Any]:
     assert observe is not None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        layer = RUNNING.layer
+        layer = RUNNING[0]
         if layer is not None:
             layer.attempt(observe, layer, *args, **kwargs)
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")

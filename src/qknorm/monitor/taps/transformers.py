@@ -82,11 +82,11 @@ def _observed(function: Callable[..., Any], implementation: str) -> Callable[...
             return function(module, query, key, value, attention_mask, *args, **kwargs)
         layer.attempt(_observe, layer, query, key, attention_mask, implementation, kwargs)
         # What it calls inside is its own, not that of a module around it.
-        outer, RUNNING.layer = RUNNING.layer, None
+        outer, RUNNING[0] = RUNNING[0], None
         try:
             return function(module, query, key, value, attention_mask, *args, **kwargs)
         finally:
-            RUNNING.layer = outer
+            RUNNING[0] = outer
 
     return attend
 
