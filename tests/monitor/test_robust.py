@@ -219,6 +219,7 @@ def test_causal_biases_of_torch(make: Any) -> None:
     torch.manual_seed(3)
     q, k = torch.randn(B, H, 5, D), torch.randn(B, H, T, D)
     visible = torch.ones(5, T, dtype=torch.bool).tril(0 if make is causal_upper_left else T - 5)
+
     class Biased(nn.Module):
         def forward(self, q: Tensor, k: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q, k, k, attn_mask=make(5, T))

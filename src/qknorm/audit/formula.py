@@ -24,6 +24,7 @@ SPREAD = 8.0  # standard deviation of raw entries, beside which no sensible eps 
 SMALL = 0.25  # that which no clamp of projections reaches
 KNOWN = 0.02  # the residual below which a norm is recognised
 EXACT = 3e-5  # that of fp32 arithmetic
+RANK = 1e-9  # below this share of the largest a singular value is 0
 STEP = 0.5  # by which a parameter is moved to see what follows
 TURNED = 2e-5  # the share of a pair's other entry above which it is rotated
 SCALES = [10.0 ** (-k / 2) for k in range(1, 21)]
@@ -217,16 +218,23 @@ def _solve(x: Tensor, y: Tensor, limit: float | None) -> tuple[Tensor, float]:
     x_THMD = torch.cat((x, torch.ones(M, T, H, 1, dtype=x.dtype)), -1).permute(1, 2, 0, 3)
     y_THMD = y.permute(1, 2, 0, 3)
     if limit is None:
-        solution = torch.linalg.lstsq(x_THMD, y_THMD).solution
+        solution = torch.linalg.lstsq(x_THMD, y_THMD, rcond=RANK, driver="gelsd").solution
         error = (x_THMD @ solution - y_THMD).square().sum() / y_THMD.square().sum().clamp(min=1e-30)
-        return solution[..., :D, :].mT, float(error.sqrt())
+        return _sparse(solution[..., :D, :].mT, x), float(error.sqrt())
     free = (y_THMD.abs() < limit * (1 - 1e-6)).double()
     # One weighted problem for each entry of the answer.
     weighted = x_THMD[:, :, None] * free.mT[..., None]  # [T, H, D, M, D + 1]
-    solution = torch.linalg.pinv(weighted) @ (y_THMD * free).mT[..., None]
+    solution = torch.linalg.pinv(weighted, rtol=RANK) @ (y_THMD * free).mT[..., None]
     error = (weighted @ solution - (y_THMD * free).mT[..., None]).square().sum()
     total = (y_THMD * free).square().sum().clamp(min=1e-30)
-    return solution[..., :D, 0], float((error / total).sqrt())
+    return _sparse(solution[..., :D, 0], x), float((error / total).sqrt())
+
+
+def _sparse(matrices: Tensor, x: Tensor) -> Tensor:
+    """Of centred x a constant in a row of A means nothing: the one that leaves most entries at 0."""
+    if float(x.mean(-1).abs().max()) > 1e-9 * float(x.abs().max()):
+        return matrices
+    return matrices - matrices.median(-1, keepdim=True).values
 
 
 def _limit(found: Tensor) -> float | None:

@@ -53,6 +53,9 @@ def read_scores(site: Site, *, normed: bool) -> Scores:
     logits, dots = attention.logits, products(attention)
     visible = logits > HIDDEN
     scale, softcap, limit = _line(dots[visible], logits[visible])
+    if scale is None:
+        # A softmax does not mind what its rows are shifted by, such as their maximum.
+        scale = _shifted_line(dots, logits, visible)
     causal, window = _mask(visible)
     return Scores(
         scale=scale, softcap=softcap, limit=limit, causal=causal, window=window, sink=attention.sink
@@ -101,6 +104,16 @@ def _line(dots: Tensor, logits: Tensor) -> tuple[float | None, float | None, flo
     if residual(cap * (scale * dots / cap).tanh(), everything) < 20 * EXACT:
         return scale, cap, None
     return None, None, None
+
+
+def _shifted_line(dots: Tensor, logits: Tensor, visible: Tensor) -> float | None:
+    count = visible.sum(-1, keepdim=True).clamp(min=1)
+    x, y = (
+        torch.where(visible, t - torch.where(visible, t, 0.0).sum(-1, keepdim=True) / count, 0.0)
+        for t in (dots, logits)
+    )
+    scale = float((x * y).sum() / x.square().sum().clamp(min=1e-30))
+    return scale if float((scale * x - y).norm() / y.norm().clamp(min=1e-30)) < EXACT else None
 
 
 def _mask(visible: Tensor) -> tuple[bool, int | None]:

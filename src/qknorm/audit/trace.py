@@ -126,7 +126,12 @@ class Trace(TorchFunctionMode):
         if not isinstance(out, Tensor | tuple | list):
             return out
         tensors = list(_tensors((args, tuple(kwargs.values()))))
-        parameter = next((p for t in tensors if (p := self._parameters.get(id(t))) is not None), None)
+        # Of a bias and a weight the weight is meant.
+        parameter = max(
+            (p for t in tensors if (p := self._parameters.get(id(t))) is not None),
+            key=lambda p: p.dim(),
+            default=None,
+        )
         if parameter is not None and len(tensors) == 1 and isinstance(out, Tensor):
             # A view of a weight, or weights computed from it, stands for it.
             self._parameters[id(out)] = parameter

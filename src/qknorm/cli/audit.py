@@ -15,6 +15,7 @@ from qknorm.audit import audit as run_audit
 from qknorm.audit.findings import plain_formula
 from qknorm.audit.sarif import to_sarif
 from qknorm.audit.targets import load
+from qknorm.audit.weights import audit_weights
 from qknorm.cli import options as o
 from qknorm.cli.console import complain, out, print_json
 
@@ -23,7 +24,11 @@ STYLES = {"info": "cyan", "warning": "yellow", "error": "bold red"}
 
 def audit(
     target: Annotated[
-        str, typer.Argument(help="Folder of a Hugging Face checkpoint, or package.module:factory.")
+        str,
+        typer.Argument(
+            help="Folder of a Hugging Face checkpoint, package.module:factory, or a file of weights "
+            "(.safetensors, .gguf)."
+        ),
     ],
     fail_on: Annotated[str, typer.Option(help="Lowest severity that makes exit code 1.")] = "warning",
     suppress: Annotated[
@@ -46,10 +51,13 @@ def audit(
     if fail_on not in SEVERITIES:
         raise ValueError(f"fail-on must be {', '.join(SEVERITIES)}; got {fail_on!r}")
     declared = dict(_declared(text) for text in suppress or [])
-    model, inputs = load(target, weights=weights)
-    is_folder = Path(target).is_dir()
-    is_trained = (is_folder and weights) if trained is None else trained
-    report = run_audit(model, inputs, trained=is_trained, suppress=declared)
+    path = Path(target)
+    if path.is_file():
+        report = audit_weights(path)
+    else:
+        model, inputs = load(target, weights=weights)
+        is_trained = (path.is_dir() and weights) if trained is None else trained
+        report = run_audit(model, inputs, trained=is_trained, suppress=declared)
     if sarif is not None:
         import json
 
@@ -59,7 +67,7 @@ def audit(
         print_json({"target": target, "fail_on": fail_on, "passed": not found} | report.to_json())
     else:
         show(report, target, len(found))
-    if not report.formulas:
+    if not report.formulas and not path.is_file():
         complain(f"no attention of {target} could be read back: {'; '.join(report.not_probed)}")
         return 2
     return int(bool(found))
@@ -88,7 +96,8 @@ def show(report: Report, target: str, failing: int) -> None:
             out.print(Text(f"      {one.why} {one.mend}", style="dim"), soft_wrap=True)
     for one, reason in report.suppressed:
         out.print(Text(f"{one.code} suppressed: {reason}", style="dim"), soft_wrap=True)
-    out.print(_formulas(report))
+    if report.formulas:
+        out.print(_formulas(report))
     out.print(Text("probed: " + "; ".join(report.exercised), style="dim"), soft_wrap=True)
     for sentence in report.not_probed:
         out.print(Text(f"not probed: {sentence}", style="yellow"), soft_wrap=True)
@@ -132,8 +141,13 @@ def _formulas(report: Report) -> Table:
         f = rows[key]
         norms = f["q_norm"] if f["q_norm"] == f["k_norm"] else f"q {f['q_norm']}, k {f['k_norm']}"
         gains = f["gain"] if f["gain"] == f["k_gain"] else f"q {f['gain']}, k {f['k_gain']}"
-        mask = ["causal"] * f["causal"] + [f"window {f['window']}"] * (f["window"] is not None)
-        mask += ["sink"] * f["sink"] + [f"cap {f['softcap']:.3g}"] * (f["softcap"] is not None)
+        mask = ["causal"] if f["causal"] else []
+        if f["window"] is not None:
+            mask.append(f"window {f['window']}")
+        if f["sink"]:
+            mask.append("sink")
+        if f["softcap"] is not None:
+            mask.append(f"cap {f['softcap']:.3g}")
         table.add_row(
             str(len(paths)),
             str(norms),

@@ -13,6 +13,7 @@ from statistics import NormalDist, median
 
 CONFIDENCE = 0.9
 MIN_POINTS = 6
+MAX_POINTS = 24  # the slopes between them grow with the square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,15 @@ class Growth:
 
 
 def fit(steps: Sequence[int], values: Sequence[float]) -> Growth | None:
-    """The growth of positive values; None with fewer than MIN_POINTS of them.
+    """The growth of positive values; None with fewer than MIN_POINTS of them. Of many, MAX_POINTS evenly
+    spaced ones count, the last among them.
 
     Values that are not finite or not positive are left out: a logit below 0 says nothing of growth.
     """
     pairs = zip(steps, values, strict=True)
     points = [(step, math.log(v)) for step, v in pairs if math.isfinite(v) and v > 0]
+    each = -(-len(points) // MAX_POINTS)
+    points = points[::-1][::each][::-1]
     n = len(points)
     if n < MIN_POINTS:
         return None

@@ -357,12 +357,13 @@ def _add_logits(
 
 def _add_rms(buffer: Tensor, name: str, x_BHTD: Tensor, real: Tensor | None) -> None:
     """Root mean square of each vector of real tokens: sum, sum of squares, count, per head."""
-    B, H, T, _ = x_BHTD.shape
-    square = x_BHTD.to(spec.compute_dtype(x_BHTD.dtype)).square().mean(-1)
-    if real is None:
-        real = torch.ones(1, T, dtype=torch.bool, device=x_BHTD.device)
-    real = real[:, None].expand(B, H, T)
+    B, H, T, D = x_BHTD.shape
+    wide = spec.compute_dtype(x_BHTD.dtype)
+    rms = torch.linalg.vector_norm(x_BHTD, dim=-1, dtype=wide).div_(D**0.5)
     at = FIELD[f"{name}_rms"]
-    buffer[at, :H] += torch.where(real, square.sqrt(), 0.0).sum((0, 2), dtype=buffer.dtype)
-    buffer[at + 1, :H] += torch.where(real, square, 0.0).sum((0, 2), dtype=buffer.dtype)
-    buffer[at + 2, :H] += real.sum((0, 2))
+    if real is not None:
+        real = real[:, None].expand(B, H, T)
+        rms = torch.where(real, rms, 0.0)
+    buffer[at, :H] += rms.sum((0, 2), dtype=buffer.dtype)
+    buffer[at + 1, :H] += rms.square().sum((0, 2), dtype=buffer.dtype)
+    buffer[at + 2, :H] += B * T if real is None else real.sum((0, 2))

@@ -1,0 +1,187 @@
+"""`qknorm audit`, files of weights, SARIF, and the assertion for tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from mutants import HEALTHY, MUTANTS
+
+from qknorm.audit import audit
+from qknorm.audit.sarif import LEVELS, to_sarif
+from qknorm.audit.testing import assert_qk_norm
+from qknorm.audit.weights import audit_weights
+
+MUTANT = next(m for m in MUTANTS if m.name == "fused-v_normed")
+
+
+def run(*arguments: Any, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "qknorm", "audit", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder)
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    """A Python module with factories, in a folder of its own."""
+    here = Path(__file__).parent
+    (tmp_path / "mine.py").write_text(
+        f"import sys; sys.path.insert(0, {str(here)!r})\n"
+        "from mutants import HEALTHY, MUTANTS\n"
+        "def faulty():\n"
+        "    m = next(m for m in MUTANTS if m.name == 'fused-v_normed')\n"
+        "    return m.build(), m.inputs()\n"
+        "def sound():\n"
+        "    m = HEALTHY[0]\n"
+        "    return m.build(), m.inputs()\n"
+        "def nothing():\n"
+        "    import torch\n"
+        "    return torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
+        "def text():\n"
+        "    return 'no module'\n"
+    )
+    return tmp_path
+
+
+def test_a_factory_is_audited_and_the_exit_code_says_so(module: Path) -> None:
+    faulty = run("mine:faulty", folder=module)
+    assert faulty.returncode == 1, faulty.stderr
+    first, second, *_ = faulty.stdout.splitlines()
+    assert first == "mine:faulty: 2 findings"  # a layer each
+    assert second.startswith("QK003 warning")
+    assert "blocks.0.attention and 1 more" in second
+    sound = run("mine:sound", folder=module)
+    assert sound.returncode == 0, sound.stdout
+    assert "nothing found" in sound.stdout
+    declared = run("mine:faulty", "--suppress", "QK003=wanted", folder=module)
+    assert declared.returncode == 0
+    assert "QK003 suppressed: wanted" in declared.stdout
+    assert run("mine:faulty", "--fail-on", "error", folder=module).returncode == 0
+
+
+def test_json_and_sarif(module: Path) -> None:
+    ended = run("mine:faulty", "--json", "--sarif", "found.sarif", folder=module)
+    found = json.loads(ended.stdout)
+    assert not found["passed"]
+    one = found["findings"][0]
+    assert {"code", "severity", "layer", "evidence"} <= one.keys()
+    assert (one["code"], one["layer"]) == ("QK003", "blocks.0.attention")
+    assert found["formulas"]["blocks.0.attention"]["v_norm"] is True
+    sarif = json.loads((module / "found.sarif").read_text())
+    assert sarif["version"] == "2.1.0"
+    results = sarif["runs"][0]["results"]
+    rules = sarif["runs"][0]["tool"]["driver"]["rules"]
+    assert all(rules[r["ruleIndex"]]["id"] == r["ruleId"] for r in results)
+    assert {r["level"] for r in results} <= set(LEVELS.values())
+
+
+def test_sarif_keeps_what_was_suppressed_with_its_reason() -> None:
+    report = audit(MUTANT.build(), MUTANT.inputs(), suppress={"QK003": "wanted"})
+    results = to_sarif(report, "mine", "0")["runs"][0]["results"]
+    reasons = [r["suppressions"][0]["justification"] for r in results if "suppressions" in r]
+    assert reasons == ["wanted", "wanted"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nowhere"],
+        ["nowhere.at:all"],
+        ["mine:absent"],
+        ["mine:text"],
+        ["mine:nothing"],
+        ["mine.py"],
+        ["mine:sound", "--fail-on", "never"],
+        ["mine:sound", "--suppress", "QK003"],
+    ],
+)
+def test_what_cannot_be_audited_is_one_sentence_and_exit_code_2(
+    module: Path, arguments: list[str]
+) -> None:
+    ended = run(*arguments, folder=module)
+    assert ended.returncode == 2, ended.stdout
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert ended.stderr.startswith("error: ")
+
+
+def test_a_checkpoint_with_and_without_its_weights(tmp_path: Path) -> None:
+    architecture = ARCHITECTURES["qwen3"]
+    model = architecture.make()
+    architecture.randomise_(model, 3)
+    model.save_pretrained(tmp_path)
+    ended = run(tmp_path, "--json")
+    found = json.loads(ended.stdout)
+    assert ended.returncode == 0, ended.stderr
+    low, high = next(iter(found["formulas"].values()))["q_gain_range"]
+    assert 0.4 < low < 0.8 < 1.2 < high < 1.6
+    structure = json.loads(run(tmp_path, "--json", "--no-weights").stdout)
+    assert next(iter(structure["formulas"].values()))["q_gain_range"] == pytest.approx([1.0, 1.0])
+
+
+# Files of weights ---------------------------------------------------------------------------------
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path)
+    return path
+
+
+def qwen3_like(layers: int = 2, **changed: torch.Tensor) -> dict[str, torch.Tensor]:
+    made = {}
+    for i in range(layers):
+        attention = f"model.layers.{i}.self_attn"
+        made[f"{attention}.q_proj.weight"] = torch.randn(64, 32)
+        made[f"{attention}.k_proj.weight"] = torch.randn(32, 32)
+        made[f"{attention}.q_norm.weight"] = torch.rand(16) + 0.5
+        made[f"{attention}.k_norm.weight"] = torch.rand(16) + 0.5
+        made[f"model.layers.{i}.input_layernorm.weight"] = torch.ones(32)
+    return made | changed
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    sound = audit_weights(write(tmp_path / "a.safetensors", qwen3_like()))
+    assert not sound.codes
+    assert sound.not_probed
+    tensors = qwen3_like()
+    tensors["model.layers.1.self_attn.k_norm.weight"] = torch.ones(16)
+    del tensors["model.layers.0.self_attn.q_norm.weight"]
+    found = audit_weights(write(tmp_path / "b.safetensors", tensors))
+    assert {(one.code, one.layer) for one in found.findings} == {
+        ("QK020", "model.layers.1"),
+        ("QK016", "model.layers.0"),
+    }
+    bare = {name: t for name, t in qwen3_like().items() if "_norm" not in name or "input" in name}
+    assert {one.code for one in audit_weights(write(tmp_path / "c.safetensors", bare)).findings} == {
+        "QK001"
+    }
+    full = qwen3_like()
+    for i in range(2):
+        full[f"model.layers.{i}.self_attn.q_norm.weight"] = torch.rand(64) + 0.5
+        full[f"model.layers.{i}.self_attn.k_norm.weight"] = torch.rand(32) + 0.5
+    assert audit_weights(write(tmp_path / "d.safetensors", full)).codes == {"QK004"}
+
+
+def test_a_file_of_weights_by_the_command(tmp_path: Path) -> None:
+    ended = run(write(tmp_path / "a.safetensors", qwen3_like()))
+    assert ended.returncode == 0, ended.stderr
+    assert "computes nothing" in ended.stdout
+
+
+# In tests of users --------------------------------------------------------------------------------
+
+
+def test_the_assertion_passes_a_sound_model_and_names_what_is_wrong() -> None:
+    sound = HEALTHY[0]
+    assert_qk_norm(sound.build(), sound.inputs())
+    with pytest.raises(AssertionError, match=r"QK003 blocks\.0\.attention: V does not grow"):
+        assert_qk_norm(MUTANT.build(), MUTANT.inputs())
+    bare = next(m for m in HEALTHY if m.name == "fused-no_norm")
+    with pytest.raises(AssertionError, match="q and k are not normed"):
+        assert_qk_norm(bare.build(), bare.inputs())
