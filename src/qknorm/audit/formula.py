@@ -25,6 +25,7 @@ SMALL = 0.25  # that which no clamp of projections reaches
 KNOWN = 0.02  # the residual below which a norm is recognised
 EXACT = 3e-5  # that of fp32 arithmetic
 RANK = 1e-9  # below this share of the largest a singular value is 0
+CONSECUTIVE = 8  # tokens at the start of which A is found
 STEP = 0.5  # by which a parameter is moved to see what follows
 TURNED = 2e-5  # the share of a pair's other entry above which it is rotated
 SCALES = [10.0 ** (-k / 2) for k in range(1, 21)]
@@ -60,7 +61,7 @@ class Side:
         norm: None, "rms", "layer", or "l2".
         statistic: None, "head", "full", or "heads".
         residual: relative, of the best fit in fp32.
-        matrices: A, `[T, H, D, D]`.
+        matrices: A of the first CONSECUTIVE tokens and of the last, `[tokens, H, D, D]`.
         gain: effective, `[H, D]`; None without a norm.
         gain_kind: None, "head", "shared", "full" or "scalar".
         gain_parameters: on which q or k depends.
@@ -195,21 +196,23 @@ def _samples(site: Site, side: str, spread: float) -> tuple[Tensor, Tensor]:
 def _fit(
     site: Site, side: str, spread: float
 ) -> tuple[tuple[str | None, str | None], float, Tensor, float | None] | None:
-    """The best norm, its residual, A `[T, H, D, D]`, and the limit at which answers are clamped."""
+    """The best norm, its residual, A of some tokens, and the limit at which answers are clamped."""
     raw, found = _samples(site, side, spread)
     if not bool(found.isfinite().all()):
         return None
     limit = _limit(found)
-    best: tuple[tuple[str | None, str | None], float, Tensor] | None = None
+    T = raw.shape[1]
+    ends = sorted({0, T - 1})
+    residuals = {}
     for name, normalize in NORMS.items():
-        x = normalize(raw)
-        if not bool(x.isfinite().all()):
-            continue
-        matrices, residual = _solve(x, found, limit)
-        if best is None or residual < best[1]:
-            best = (name, residual, matrices)
-    assert best is not None
-    return (*best, limit)
+        x = normalize(raw[:, ends])
+        if bool(x.isfinite().all()):
+            residuals[name] = _solve(x, found[:, ends], limit)[1]
+    best = min(residuals, key=lambda name: residuals[name])
+    # Consecutive tokens, to compare distances, and the last, at which the slowest pair has turned most.
+    tokens = sorted({*range(min(T, CONSECUTIVE)), T - 1})
+    matrices, residual = _solve(NORMS[best](raw[:, tokens]), found[:, tokens], limit)
+    return best, residual, matrices, limit
 
 
 def _solve(x: Tensor, y: Tensor, limit: float | None) -> tuple[Tensor, float]:
@@ -430,7 +433,7 @@ def read(site: Site) -> tuple[Formula, Side, Side]:
 
 
 def _rope(matrices: Tensor) -> tuple[str | None, int]:
-    """Layout and width of the rotation, from A `[T, H, D, D]`."""
+    """Layout and width of the rotation."""
     T, _, D, _ = matrices.shape
     size = torch.diagonal(matrices[0], dim1=-2, dim2=-1).abs()  # [H, D]
     scale = (size[:, :, None] * size[:, None, :]).sqrt().clamp(min=1e-12)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qknorm.audit.findings import Finding, finding
-from qknorm.audit.formula import EXACT, Formula, Side, answers, raw_shape
+from qknorm.audit.formula import CONSECUTIVE, EXACT, Formula, Side, answers, raw_shape
 from qknorm.audit.scores import Scores
 from qknorm.audit.site import Site
 
@@ -134,7 +134,7 @@ def of_rope(path: str, f: Formula, q: Side, k: Side, is_low: bool) -> Iterator[F
     if f.order == "after":
         return
     A, C = (_rotation(side) for side in (q, k))
-    T = min(A.shape[0], 12)
+    T = min(A.shape[0], CONSECUTIVE)
     G = A.shape[1] // C.shape[1]
     C = C.repeat_interleave(G, 1)
     M = torch.einsum("thij,shik->tshjk", A[:T], C[:T])

@@ -1,7 +1,7 @@
 """What can be audited by name: a Hugging Face model or checkpoint, a factory in a Python module.
 
-A target is a folder with a `config.json`, or `package.module:factory`, where the factory returns a
-module, or a module and what it is called with.
+A target is a folder with a `config.json`, a `.gguf` file that transformers can read, or
+`package.module:factory`, where the factory returns a module, or a module and what it is called with.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def load(target: str, *, weights: bool = True) -> tuple[nn.Module, Any]:
     path = Path(target)
     if path.is_dir() and (path / "config.json").is_file():
         return _checkpoint(path, weights), None
+    if path.is_file() and path.suffix == ".gguf":
+        return _gguf(path), None
     if ":" in target and not path.exists():
         return _factory(target)
     raise ValueError(
@@ -53,6 +55,19 @@ def _checkpoint(folder: Path, weights: bool) -> nn.Module:
     else:
         made = kind(config)
     model: nn.Module = made
+    return model
+
+
+def _gguf(path: Path) -> nn.Module:
+    try:
+        import gguf  # noqa: F401
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError("running a GGUF file needs an extra: pip install 'qknorm[gguf]'") from error
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise ValueError(f"transformers cannot run {path.name}: {error}") from error
     return model
 
 

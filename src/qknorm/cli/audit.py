@@ -26,8 +26,8 @@ def audit(
     target: Annotated[
         str,
         typer.Argument(
-            help="Folder of a Hugging Face checkpoint, package.module:factory, or a file of weights "
-            "(.safetensors, .gguf)."
+            help="Folder of a Hugging Face checkpoint, .gguf file, package.module:factory, or "
+            ".safetensors file, of which only names, shapes and gains are seen."
         ),
     ],
     fail_on: Annotated[str, typer.Option(help="Lowest severity that makes exit code 1.")] = "warning",
@@ -40,6 +40,10 @@ def audit(
     weights: Annotated[
         bool, typer.Option("--weights/--no-weights", help="Read the weights of a checkpoint.")
     ] = True,
+    weights_only: Annotated[
+        bool,
+        typer.Option("--weights-only", help="Of a GGUF file: look at names and gains, run nothing."),
+    ] = False,
     sarif: Annotated[Path | None, typer.Option(help="Also write SARIF to this file.")] = None,
     as_json: o.AsJson = False,
 ) -> int:
@@ -52,11 +56,12 @@ def audit(
         raise ValueError(f"fail-on must be {', '.join(SEVERITIES)}; got {fail_on!r}")
     declared = dict(_declared(text) for text in suppress or [])
     path = Path(target)
-    if path.is_file():
+    is_file = path.is_file() and (path.suffix != ".gguf" or weights_only)
+    if is_file:
         report = audit_weights(path)
     else:
         model, inputs = load(target, weights=weights)
-        is_trained = (path.is_dir() and weights) if trained is None else trained
+        is_trained = (path.exists() and weights) if trained is None else trained
         report = run_audit(model, inputs, trained=is_trained, suppress=declared)
     if sarif is not None:
         import json
@@ -67,7 +72,7 @@ def audit(
         print_json({"target": target, "fail_on": fail_on, "passed": not found} | report.to_json())
     else:
         show(report, target, len(found))
-    if not report.formulas and not path.is_file():
+    if not report.formulas and not is_file:
         complain(f"no attention of {target} could be read back: {'; '.join(report.not_probed)}")
         return 2
     return int(bool(found))
