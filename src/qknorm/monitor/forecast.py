@@ -64,11 +64,10 @@ def fit(steps: Sequence[int], values: Sequence[float]) -> Growth | None:
     """
     pairs = zip(steps, values, strict=True)
     points = [(step, math.log(v)) for step, v in pairs if math.isfinite(v) and v > 0]
-    each = -(-len(points) // MAX_POINTS)
-    points = points[::-1][::each][::-1]
-    n = len(points)
-    if n < MIN_POINTS:
+    if len(points) < MIN_POINTS:
         return None
+    points = points[::-1][:: -(-len(points) // MAX_POINTS)][::-1]
+    n = len(points)
     slopes = sorted(
         (y2 - y1) / (x2 - x1)
         for i, (x1, y1) in enumerate(points)

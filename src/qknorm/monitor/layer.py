@@ -169,6 +169,8 @@ class Layer:
         """Whether a call of so many heads belongs with the earlier ones."""
         if q.shape[1] > MAX_HEADS:
             self.trouble = f"{q.shape[1]} heads; at most {MAX_HEADS} can be watched in a layer"
+        elif torch.compiler.is_compiling():
+            return True  # a look at what the first call leaves behind would be one more variant
         elif self.heads not in (0, q.shape[1]):
             self.trouble = (
                 f"it is called with {self.heads} heads and with {q.shape[1]}: only the first count"
