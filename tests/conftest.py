@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,6 +50,23 @@ def nan_in_unwritten_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_watched() -> Iterator[None]:
+    """A monitor that a test forgets to detach would be met by the tests that follow."""
+
+    def watched() -> set[Any]:
+        functional = sys.modules.get("qknorm.monitor.taps.functional")
+        transformers = sys.modules.get("qknorm.monitor.taps.transformers")
+        found = set() if functional is None else set(functional._Patched.users)
+        return found | (
+            {"transformers"} if transformers is not None and transformers._Wrapped.users else set()
+        )
+
+    before = watched()
+    yield
+    assert watched() <= before, "a monitor is still attached: detach it"
 
 
 @pytest.fixture(autouse=True)

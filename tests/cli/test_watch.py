@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import made
+from made import layer
 from qknorm.cli.watch import spark, view
 from qknorm.lab.follow import Follower
 from qknorm.lab.timeline import Timeline
@@ -24,37 +26,15 @@ from qknorm.monitor.to.jsonl import JsonLines, rank_path
 MODULE = [sys.executable, "-m", "qknorm", "watch"]
 
 
-def layer(*tops: float) -> LayerRecord:
-    n = len(tops)
-    return LayerRecord(
-        max_logit=list(tops),
-        entropy_nats=[1.0] * n,
-        entropy_ratio=[0.25] * n,
-        sink_mass=None,
-        first_mass=None,
-        q_rms=[1.0] * n,
-        q_rms_cv=[0.1] * n,
-        k_rms=[1.0] * n,
-        k_rms_cv=[0.1] * n,
-        gain_max=None,
-        bound=None,
-        coverage="exact",
-        rms_of="product",
-        rows=8,
-    )
-
-
 def growing(count: int, layers: int = 2) -> list[Record]:
     """Layer 1 doubles every 100 steps from 8."""
+
+    def at(i: int, n: int) -> LayerRecord:
+        tops = [8 * 2 ** (i / 10) if n == 1 else 3.0, 2.0]
+        return layer(tops, [0.25, 0.25], entropy_nats=[1.0, 1.0])
+
     return [
-        Record(
-            step=10 * i,
-            phase="train",
-            layers={
-                f"model.layers.{n}.attn": layer(8 * 2 ** (i / 10) if n == 1 else 3.0, 2.0)
-                for n in range(layers)
-            },
-        )
+        made.record(10 * i, {f"model.layers.{n}.attn": at(i, n) for n in range(layers)})
         for i in range(count)
     ]
 
@@ -137,10 +117,10 @@ def test_nothing_recorded_yet_and_what_is_not_finite() -> None:
     timeline = Timeline()
     timeline.feed({"kind": "step", "step": 3, "loss": None})
     assert "no attention record yet" in shown(timeline)
-    broken = Record(step=5, phase="train", layers={"a": layer(float("nan"))})
+    broken = Record(step=5, phase="train", layers={"a": layer([float("nan")])})
     text = shown(
         timeline_of(
-            [*[Record(step=i, phase="train", layers={"a": layer(9.0)}) for i in range(3)], broken]
+            [*[Record(step=i, phase="train", layers={"a": layer([9.0])}) for i in range(3)], broken]
         )
     )
     assert "not finite" in text

@@ -100,3 +100,4 @@ def test_a_loaded_checkpoint_moves_the_count_on() -> None:
     metrics.session.monitor.to.append(lambda record: seen.append(record.step))
     train(metrics, list(parts), range(101, 104))
     assert seen == [100, 101, 102]
+    metrics.close()

@@ -13,35 +13,16 @@ import pytest
 import torch
 from test_report import figures_of
 
+from made import layer
 from qknorm.lab import CompareConfig, DataConfig, ModelConfig, TrainConfig, compare
 from qknorm.lab.report import write_report
 from qknorm.lab.runs import find_runs, load_runs
-from qknorm.monitor import LayerRecord, Record
+from qknorm.monitor import Record
 from qknorm.monitor.alerts import Alerts
 from qknorm.monitor.to.jsonl import JsonLines, rank_path
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 browser = pytest.mark.skipif(CHROMIUM is None, reason="looking at the page needs the program chromium")
-
-
-def layer(tops: list[float]) -> LayerRecord:
-    n = len(tops)
-    return LayerRecord(
-        max_logit=tops,
-        entropy_nats=[1.0 / top for top in tops],
-        entropy_ratio=[0.5 / top for top in tops],
-        sink_mass=None,
-        first_mass=[0.2] * n,
-        q_rms=[1.0] * n,
-        q_rms_cv=[0.1] * n,
-        k_rms=[1.0] * n,
-        k_rms_cv=[0.1] * n,
-        gain_max=None,
-        bound=None,
-        coverage="exact",
-        rms_of="product",
-        rows=64,
-    )
 
 
 def watched_elsewhere(folder: Path, layers: int, heads: int, records: int) -> Path:
@@ -57,7 +38,9 @@ def watched_elsewhere(folder: Path, layers: int, heads: int, records: int) -> Pa
         record = Record(
             step=10 * i,
             phase="train",
-            layers={name: layer(top) for name, top in zip(names, tops, strict=True)},
+            layers={
+                name: layer(top, [0.5 / v for v in top]) for name, top in zip(names, tops, strict=True)
+            },
         )
         log(record)
         alerts(record)

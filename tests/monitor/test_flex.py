@@ -10,6 +10,7 @@ from test_taps import CAUSAL, B, C, D, H, T, agree, dense
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from qknorm.monitor import Monitor
 
@@ -126,9 +127,10 @@ def test_inside_a_compiled_model_a_mask_is_measured_and_a_modified_score_is_name
 
 
 def test_names_are_as_before() -> None:
-    names = ("flex_attention", "compiled_flex")
+    names = ("flex_attention", "compiled_flex", "scaled_dot_product_attention")
     before = [globals()[name] for name in names] + [vars(OnTheClass)["_flex"], flex.flex_attention]
     with Monitor.attach(nn.ModuleList([ByName(), OnTheClass(), Compiled(), ByModule()]), every=1):
         assert globals()["flex_attention"] is not before[0]
     after = [globals()[name] for name in names] + [vars(OnTheClass)["_flex"], flex.flex_attention]
     assert all(a is b for a, b in zip(after, before, strict=True))
+    assert scaled_dot_product_attention is torch.nn.functional.scaled_dot_product_attention

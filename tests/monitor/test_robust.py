@@ -109,7 +109,7 @@ def test_a_call_that_is_not_understood_costs_the_record_and_not_the_training(
 
 def test_a_function_on_a_class_stays_one() -> None:
     class OnClass(nn.Module):
-        attend = torch._C._nn.scaled_dot_product_attention  # a builtin: no method
+        attend = F.scaled_dot_product_attention  # a builtin: no method
 
         def forward(self, q: Tensor) -> Tensor:
             return self.attend(q, q, q)
@@ -119,7 +119,7 @@ def test_a_function_on_a_class_stays_one() -> None:
     with Monitor.attach(module, every=1) as monitor:
         assert torch.equal(module(q), expected)
         agree(monitor.step()[0].layers[""], dense(q, q, torch.ones_like(CAUSAL)))
-    assert vars(OnClass)["attend"] is torch._C._nn.scaled_dot_product_attention
+    assert vars(OnClass)["attend"] is F.scaled_dot_product_attention
 
 
 def test_a_failing_attach_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import nn
 from qknorm.audit import probes, rules
 from qknorm.audit.findings import RULES, SEVERITIES, Finding, Report, finding
 from qknorm.audit.formula import Formula, read
-from qknorm.audit.scores import read_scores
 from qknorm.audit.site import NotUnderstoodError, find_sites
 from qknorm.audit.subject import Subject, audited
 from qknorm.audit.trace import HIDDEN, Trace, run
@@ -73,21 +73,18 @@ def _audit(subject: Subject, optimizer: torch.optim.Optimizer | None, trained: b
     not_probed = [f"{path}: {why}" for path, why in refused.items()]
     findings: list[Finding] = []
     formulas: dict[str, Formula] = {}
-    gains: set[int] = set()
     dtype = next((p.dtype for p in subject.model.parameters() if p.is_floating_point()), torch.float32)
     is_low = dtype in (torch.float16, torch.bfloat16)
     for site in sites:
         path = site.path
         try:
-            f, q, k = read(site)
+            f, sides, scores = read(site)
         except NotUnderstoodError as error:
             not_probed.append(f"{path}: {error}")
             continue
         formulas[path] = f
-        sides = {"q": q, "k": k}
-        gains |= {id(p) for side in sides.values() for p in side.gain_parameters}
+        q, k = sides["q"], sides["k"]
         original = subject.model.get_submodule(path)
-        scores = read_scores(site, normed=q.norm is not None and k.norm is not None)
         findings += rules.of_norms(path, f, q, k)
         findings += rules.of_eps(path, site, sides)
         findings += rules.of_precision(path, site, sides, original)
@@ -106,7 +103,7 @@ def _audit(subject: Subject, optimizer: torch.optim.Optimizer | None, trained: b
     findings += probes.find_leaks(subject, not_probed)
     findings += probes.find_disagreement(subject, not_probed)
     findings += probes.find_idle(subject, sites, not_probed)
-    findings += probes.find_useless_clip(subject, sites)
+    findings += probes.find_useless_clip(subject)
     if any(f.rope is not None for f in formulas.values()):
         moved = probes.is_relative(subject)
         known = {one.code for one in findings}
@@ -132,8 +129,6 @@ def _own_gains(module: nn.Module, original: nn.Module, sides: Any) -> Any:
         return sides
     names = {id(p): name for name, p in module.named_parameters()}
     own = dict(original.named_parameters())
-    from dataclasses import replace
-
     return {
         key: replace(side, gain_parameters=[own[names[id(p)]] for p in side.gain_parameters])
         for key, side in sides.items()

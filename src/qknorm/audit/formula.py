@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qknorm.audit.scores import read_scores
-from qknorm.audit.site import Columns, NotUnderstoodError, Site
+from qknorm.audit.scores import Scores, read_scores
+from qknorm.audit.site import NotUnderstoodError, Site
 
 SPREAD = 8.0  # standard deviation of raw entries, beside which no sensible eps counts
 SMALL = 0.25  # that which no clamp of projections reaches
@@ -128,8 +128,6 @@ class Formula:
 
 def read_side(site: Site, side: str) -> Side | None:
     """Read q or k back; None if no norm in question explains it."""
-    columns = site.q if side == "q" else site.k
-    assert columns is not None
     raw_limit = None
     found = _fit(site, side, SPREAD)
     if found is None or found[1] > EXACT:
@@ -147,10 +145,9 @@ def read_side(site: Site, side: str) -> Side | None:
     eps = place = None
     if norm is not None:
         eps, place = _eps(site, side, (norm, statistic), spread, limit)
-        if norm == "rms" and not parameters and gain is not None:
-            D = columns.column.shape[1]
-            if (gain * D**0.5 - 1).abs().max() < 1e-3:
-                norm = "l2"
+        is_bare = norm == "rms" and not parameters and gain is not None
+        if is_bare and float((gain * site.head_dim**0.5 - 1).abs().max()) < 1e-3:
+            norm = "l2"
     return Side(
         norm=norm,
         statistic=statistic,
@@ -173,16 +170,9 @@ def answers(site: Site, side: str, raw: Tensor, *, module: nn.Module | None = No
     return (q if side == "q" else k).double()
 
 
-def raw_shape(site: Site, columns: Columns) -> tuple[int, ...]:
-    """`[B, T, H, D]` of one side."""
-    return (site.batch, site.tokens, *columns.column.shape)
-
-
 def _samples(site: Site, side: str, spread: float) -> tuple[Tensor, Tensor]:
     """Raw and answered, `[M, T, H, D]` in fp64."""
-    columns = site.q if side == "q" else site.k
-    assert columns is not None
-    shape = raw_shape(site, columns)
+    shape = site.raw_shape(side)
     count = math.ceil((1.5 * shape[3] + 8) / shape[0])
     generator = torch.Generator().manual_seed(3)
     raws, found = [], []
@@ -250,9 +240,7 @@ def _limit(found: Tensor) -> float | None:
 
 def _raw_limit(site: Site, side: str) -> float:
     """Where raw entries stop to count: the raw value beyond which a growing entry changes nothing."""
-    columns = site.q if side == "q" else site.k
-    assert columns is not None
-    base = torch.full(raw_shape(site, columns), 0.1)
+    base = torch.full(site.raw_shape(side), 0.1)
     last, last_value = None, 0.0
     for value in [0.1 * 1.1**i for i in range(80)]:
         raw = base.clone()
@@ -266,9 +254,8 @@ def _raw_limit(site: Site, side: str) -> float:
 
 def _gain_parameters(site: Site, side: str) -> list[nn.Parameter]:
     """Parameters beside the projections on which q or k depends."""
-    chosen = dict(site.outputs)
     with torch.enable_grad():
-        attention = site.ask(chosen)
+        attention = site.ask()
         x = attention.q if side == "q" else attention.k
         if not x.requires_grad:
             return []
@@ -294,10 +281,8 @@ def _gain(
     norm, statistic = key
     if norm is None:
         return None, None, float(first.median())
-    columns = site.q if side == "q" else site.k
-    assert columns is not None
     H, D = first.shape
-    raw = torch.cat([_random(site, columns, spread, seed) for seed in range(5, 9)])  # [4 B, T, H, D]
+    raw = torch.cat([_random(site, side, spread, seed) for seed in range(5, 9)])  # [4 B, T, H, D]
     n = NORMS[key](raw.double())[:, 0]  # [4 B, H, D]
 
     def ask() -> Tensor:
@@ -332,9 +317,9 @@ def _gain(
     return first, None, 1.0
 
 
-def _random(site: Site, columns: Columns, spread: float, seed: int) -> Tensor:
+def _random(site: Site, side: str, spread: float, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return spread * torch.randn(raw_shape(site, columns), generator=generator)
+    return spread * torch.randn(site.raw_shape(side), generator=generator)
 
 
 @contextmanager
@@ -354,9 +339,7 @@ def _eps(
     site: Site, side: str, key: tuple[str | None, str | None], spread: float, limit: float | None
 ) -> tuple[float, str]:
     """eps and its place, from answers to ever smaller raw vectors. 0 if none was felt."""
-    columns = site.q if side == "q" else site.k
-    assert columns is not None
-    raw = _random(site, columns, SMALL, 7)
+    raw = _random(site, side, SMALL, 7)
     full = answers(site, side, raw if spread == SMALL else 256 * raw)[:, 0]
     rest = answers(site, side, 0 * raw)[:, 0].nan_to_num()
     _, statistic = key
@@ -394,8 +377,11 @@ def _eps(
     return value, place
 
 
-def read(site: Site) -> tuple[Formula, Side, Side]:
-    """Read one attention back. Raises NotUnderstoodError where no formula fits."""
+def read(site: Site) -> tuple[Formula, dict[str, Side], Scores]:
+    """Read one attention back: the formula, and what it was made from.
+
+    Raises NotUnderstoodError where no formula fits.
+    """
     sides = {}
     for name in ("q", "k"):
         side = read_side(site, name)
@@ -429,7 +415,7 @@ def read(site: Site) -> tuple[Formula, Side, Side]:
         kv_heads=site.kv_heads,
         head_dim=site.head_dim,
     )
-    return formula, q, k
+    return formula, sides, scores
 
 
 def _rope(matrices: Tensor) -> tuple[str | None, int]:

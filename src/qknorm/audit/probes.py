@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qknorm.audit.findings import Finding, finding
 from qknorm.audit.site import Site
-from qknorm.audit.subject import DOCUMENTS, PADDING, Subject
+from qknorm.audit.subject import DOCUMENTS, PADDING, Subject, output
 
 AGREE = {torch.float64: 1e-8, torch.float32: 2e-4}
 AGREE_LOW = 6e-2
@@ -152,10 +152,7 @@ def idle_parameters(subject: Subject, sites: list[Site], path: str) -> dict[nn.P
     if not candidates:
         return {}
     with torch.enable_grad():
-        out = subject.paths[path](**subject.inputs)
-        from qknorm.audit.subject import output
-
-        x = output(out)
+        x = output(subject.paths[path](**subject.inputs))
         x = x[:, -1] if x.dim() == 3 else x
         weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x)
         grads = torch.autograd.grad((x * weight).sum(), list(candidates), allow_unused=True)
@@ -193,26 +190,21 @@ def find_idle(subject: Subject, sites: list[Site], not_probed: list[str]) -> Ite
                 yield finding(code, layer, text, parameter=names[parameter], path=path)
 
 
-def find_useless_clip(subject: Subject, sites: list[Site]) -> Iterator[Finding]:
+def find_useless_clip(subject: Subject) -> Iterator[Finding]:
     """QK012: `model.qk_clip_(max_logit)` in a model whose norms undo it."""
     if not callable(getattr(subject.model, "qk_clip_", None)):
         return
     model = copy.deepcopy(subject.model)
     with torch.no_grad():
-        before = output_of(model, subject)
+        before = output(model(**subject.inputs)).double()
         model.qk_clip_(1e-3)  # type: ignore[operator]
         weights = any(
             not torch.equal(a, b)
             for a, b in zip(model.parameters(), subject.model.parameters(), strict=True)
         )
-        moved = float((output_of(model, subject) - before).abs().max() / before.abs().max())
+        moved = float(
+            (output(model(**subject.inputs)).double() - before).abs().max() / before.abs().max()
+        )
     if weights and moved < 1e-2:
         text = f"clipping logits to 0.001 moves outputs by {moved:.1e} only"
         yield finding("QK012", None, text, moved=moved)
-
-
-def output_of(model: nn.Module, subject: Subject) -> Tensor:
-    """Of a copy."""
-    from qknorm.audit.subject import output
-
-    return output(model(**subject.inputs)).double()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qknorm.audit.findings import Finding, finding
-from qknorm.audit.formula import CONSECUTIVE, EXACT, Formula, Side, answers, raw_shape
+from qknorm.audit.formula import CONSECUTIVE, EXACT, Formula, Side, answers
 from qknorm.audit.scores import Scores
 from qknorm.audit.site import Site
 
@@ -43,9 +43,7 @@ def of_eps(path: str, site: Site, sides: dict[str, Side]) -> Iterator[Finding]:
         if side.norm is None:
             continue
         assert side.eps is not None
-        columns = site.q if name == "q" else site.k
-        assert columns is not None
-        zero = answers(site, name, torch.zeros(raw_shape(site, columns)))
+        zero = answers(site, name, torch.zeros(site.raw_shape(name)))
         words = []
         if side.eps < LOW_EPS:
             words.append(f"eps of {name} is {side.eps:.1e}")
@@ -82,13 +80,9 @@ def of_precision(
 
 def _error_of_length(site: Site, name: str, original: nn.Module, dtype: torch.dtype) -> float:
     """Root mean square of the relative error of the lengths of answers, large raw vectors included."""
-    columns = site.q if name == "q" else site.k
-    assert columns is not None
     errors = []
     for seed, spread in enumerate((1.0, 3.0, 300.0)):
-        raw = spread * torch.randn(
-            raw_shape(site, columns), generator=torch.Generator().manual_seed(seed)
-        )
+        raw = spread * torch.randn(site.raw_shape(name), generator=torch.Generator().manual_seed(seed))
         raw = raw.to(dtype).float()
         exact = answers(site, name, raw)
         low = answers(site, name, raw, module=original)
@@ -118,9 +112,8 @@ def of_scale(path: str, site: Site, f: Formula) -> Iterator[Finding]:
     if f.scale is None:
         return
     D = f.head_dim
-    assert site.q is not None
-    weight = site.parameters.get(int(site.q.product[0, 0]))
-    hidden = 0 if weight is None else weight.numel() // site.outputs[int(site.q.product[0, 0])].shape[-1]
+    product = int(site.columns("q").product[0, 0])
+    hidden = site.parameters[product].numel() // site.outputs[product].shape[-1]
     other = hidden / f.q_heads
     if abs(f.scale * D - 1) < 0.02:
         yield finding("QK017", path, f"q.k is multiplied by {f.scale:.4g} = 1/{D}", scale=f.scale)

@@ -41,11 +41,7 @@ def read_scores(site: Site, *, normed: bool) -> Scores:
     """Ask with random q and k."""
     generator = torch.Generator().manual_seed(11)
     spread = 1.0 if normed else 3.0
-    raw = []
-    for columns in (site.q, site.k):
-        assert columns is not None
-        shape = (site.batch, site.tokens, *columns.column.shape)
-        raw.append(spread * torch.randn(shape, generator=generator))
+    raw = [spread * torch.randn(site.raw_shape(side), generator=generator) for side in ("q", "k")]
     with torch.no_grad():
         attention = site.ask(site.compose(*raw))
     if attention.logits is None:

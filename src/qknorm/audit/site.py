@@ -64,6 +64,16 @@ class Site:
     outputs: dict[int, Tensor] = field(default_factory=dict)
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)
 
+    def columns(self, side: str) -> Columns:
+        """Those of "q" or "k"."""
+        columns = self.q if side == "q" else self.k
+        assert columns is not None
+        return columns
+
+    def raw_shape(self, side: str) -> tuple[int, ...]:
+        """`[B, T, H, D]` of what one side's columns hold."""
+        return (self.batch, self.tokens, *self.columns(side).column.shape)
+
     @property
     def batch(self) -> int:
         """B."""

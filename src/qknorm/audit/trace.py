@@ -37,11 +37,10 @@ class Frame:
 
 @dataclass(eq=False)
 class Product:
-    """A product of an activation with a parameter: `y [..., N]`."""
+    """A product of an activation with a parameter."""
 
     index: int
     parameter: nn.Parameter
-    output: Tensor
 
 
 @dataclass(eq=False)
@@ -54,8 +53,6 @@ class Attention:
         q, k, v: `[B, Hq, Tq, D]`, `[B, Hq or Hk, Tk, D]`, `[B, Hq or Hk, Tk, Dv]`, as multiplied.
         logits: `[B, Hq, Tq, Tk]` of the softmax; hidden ones far below 0. None where they were not seen.
         sink: whether the softmax had more columns than there are keys.
-        scale: what q.k is multiplied with, where the call says so.
-        implementation: "eager" or "sdpa".
     """
 
     frames: list[Frame]
@@ -65,8 +62,6 @@ class Attention:
     v: Tensor | None = None
     logits: Tensor | None = None
     sink: bool = False
-    scale: float | None = None
-    implementation: str = "eager"
 
     @property
     def path(self) -> str:
@@ -148,7 +143,7 @@ class Trace(TorchFunctionMode):
         index = len(self.products)
         if self.override is not None:
             out = self.override(index, out)
-        self.products.append(Product(index, parameter, out))
+        self.products.append(Product(index, parameter))
         return out
 
     def _activation_product(
@@ -197,9 +192,7 @@ class Trace(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Attention:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        attention = Attention(
-            list(self._frames), len(self.products), query, key, value, scale=scale, implementation="sdpa"
-        )
+        attention = Attention(list(self._frames), len(self.products), query, key, value)
         with torch.no_grad():
             q, k = four(query).double(), four(key).double()
             k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,8 +65,6 @@ def audit(
         is_trained = (path.exists() and weights) if trained is None else trained
         report = run_audit(model, inputs, trained=is_trained, suppress=declared)
     if sarif is not None:
-        import json
-
         sarif.write_text(json.dumps(to_sarif(report, target, qknorm.__version__), indent=2) + "\n")
     found = report.at_least(fail_on)
     if as_json:

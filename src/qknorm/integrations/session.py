@@ -99,3 +99,53 @@ class Session:
         self.monitor.detach()
         if self.file is not None:
             self.file.close(ended=not failed)
+
+
+class Watcher:
+    """What the callbacks of trainers share: their options, and one session at a time.
+
+    Args:
+        every: optimizer steps between observed ones.
+        rows: queries looked at; None for all. See `Monitor.attach`.
+        folder: of the JSON lines; None for where the trainer writes.
+        thresholds: when a rule speaks.
+        stop_on_alarm: end the training at the first alarm.
+        to: called on rank 0 with each record and alert.
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int = 10,
+        rows: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        thresholds: Thresholds | None = None,
+        stop_on_alarm: bool = False,
+        to: Iterable[Destination] = (),
+    ) -> None:
+        self.every, self.rows, self.folder = every, rows, folder
+        self.thresholds, self.stop_on_alarm, self.to = thresholds, stop_on_alarm, list(to)
+        self.session: Session | None = None
+
+    def begin(self, model: nn.Module, folder: str | os.PathLike[str] | None, step: int) -> None:
+        """Attach. A training before that failed may not have detached."""
+        self.end(failed=True)
+        self.session = Session(
+            model,
+            folder if self.folder is None else self.folder,
+            every=self.every,
+            rows=self.rows,
+            thresholds=self.thresholds,
+            to=self.to,
+            step=step,
+        )
+
+    def must_stop(self) -> bool:
+        """Whether an alarm ends the training; to be asked on every rank."""
+        return self.stop_on_alarm and self.session is not None and self.session.has_alarm()
+
+    def end(self, *, failed: bool = False) -> None:
+        """Detach, if anything is attached."""
+        if self.session is not None:
+            self.session.close(failed=failed)
+            self.session = None
