@@ -6,8 +6,8 @@ import math
 import random
 
 import pytest
-from made import layer, record
 
+from made import layer, record
 from qknorm.monitor.alerts import ADVICE, Alert, Alerts
 from qknorm.monitor.forecast import fit
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from made import layer, record
 from test_taps import CAUSAL, B, C, D, H, Plain, T, agree, dense
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.optim.swa_utils import AveragedModel
 
+from made import layer, record
 from qknorm.monitor import Alerts, Monitor, Record
 from qknorm.monitor.taps import functional
 from qknorm.nn import Attention, AttentionConfig

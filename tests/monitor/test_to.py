@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import layer, record
 
+from made import layer, record
 from qknorm.monitor import Record
 from qknorm.monitor.alerts import Alerts
 from qknorm.monitor.scalars import heatmap, scalars, worst_heads
