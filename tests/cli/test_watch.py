@@ -170,6 +170,8 @@ def test_it_follows_a_file_that_another_process_writes_and_ends_with_ctrl_c(tmp_
         [*MODULE, str(folder), "--interval", "0.2"],
         stdin=slave, stdout=slave, stderr=slave,
         env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
+        # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     os.close(slave)
     os.set_blocking(master, False)
