@@ -12,6 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Triton decides when it is imported whether its kernels are compiled or interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # The same examples on every run: a failure here must be the change's, not the dice's.
 settings.register_profile(
     "qknorm",

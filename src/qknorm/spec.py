@@ -102,9 +102,12 @@ class Mask:
     ) -> Tensor:
         """The definition: bool `[1 or B, queries, keys]`, for a block of it if ranges are given."""
         q_lo, q_hi = queries or (0, Tq)
+        return self.visible_to(torch.arange(q_lo, q_hi, device=device) + (Tk - Tq), Tk, keys)
+
+    def visible_to(self, query_token: Tensor, Tk: int, keys: tuple[int, int] | None = None) -> Tensor:
+        """The same for any tokens, int `[queries]`."""
         k_lo, k_hi = keys or (0, Tk)
-        query_token = torch.arange(q_lo, q_hi, device=device) + (Tk - Tq)
-        distance = query_token[:, None] - torch.arange(k_lo, k_hi, device=device)
+        distance = query_token[:, None] - torch.arange(k_lo, k_hi, device=query_token.device)
         visible = torch.ones_like(distance, dtype=torch.bool)
         if self.causal:
             visible = visible & (distance >= 0)
@@ -112,7 +115,7 @@ class Mask:
             visible = visible & (distance < self.window) & (distance > -self.window)
         visible = visible[None]
         if self.documents is not None:
-            query_ids = self.documents[:, q_lo + Tk - Tq : q_hi + Tk - Tq, None]
+            query_ids = self.documents[:, query_token, None]
             key_ids = self.documents[:, None, k_lo:k_hi]
             visible = visible & (query_ids == key_ids) & (key_ids >= 0)
         if self.key_padding is not None:

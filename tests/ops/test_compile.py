@@ -102,7 +102,7 @@ MASKS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 def test_logit_stats_is_a_correct_operator(mask: tuple[Any, ...], dtype: torch.dtype) -> None:
     q, k = (torch.randn(2, H, 19, 8).to(dtype) for H in (4, 2))
-    torch.library.opcheck(torch.ops.qknorm.logit_stats.default, (q, k, *mask))
+    torch.library.opcheck(torch.ops.qknorm.logit_stats.default, (q, k, None, *mask))
 
 
 @pytest.mark.parametrize("with_sink", [False, True])

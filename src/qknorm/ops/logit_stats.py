@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qknorm import spec
-from qknorm.ops.blocks import hides_within, spans
+from qknorm.ops.blocks import Span, hides_within, spans
 from qknorm.ops.norm_rope import qk_norm_rope
 from qknorm.ops.sinks import sink_logits
 from qknorm.ops.stats import Rows, Stats, StatsRequest, check_request
@@ -41,15 +41,15 @@ def full_precision_matmul() -> Iterator[None]:
 
 torch.library.define(
     "qknorm::logit_stats",
-    "(Tensor q, Tensor k, Tensor? documents, Tensor? key_padding, bool causal, int? window, "
-    "float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor? tokens, Tensor? documents, Tensor? key_padding, bool causal, "
+    "int? window, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
-@torch.library.impl("qknorm::logit_stats", "CompositeExplicitAutograd")
-def _logit_stats(
+def stream(
     q_BHTD: Tensor,
     k_BHTD: Tensor,
+    tokens: Tensor | None,
     documents: Tensor | None,
     key_padding: Tensor | None,
     causal: bool,
@@ -58,6 +58,7 @@ def _logit_stats(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Row maximum m, ln(l), entropy `[B, Hq, Tq]` and visible keys `[1 or B, Tq]`.
 
+    `tokens` `[Tq]`, ascending: those of the queries where they are a sample; else the last Tq.
     With m the running maximum, l = sum exp(s - m) and t = sum exp(s - m) (s - m), the entropy is
     ln(l) - t / l. Unlike lse - E[s] it does not cancel at large logits.
     """
@@ -74,7 +75,7 @@ def _logit_stats(
 
     rows = max(1, min(Tq, SCORE_BUDGET // max(1, B * Hq * min(KEY_BLOCK, Tk))))
     with torch.no_grad(), full_precision_matmul():
-        for span in spans(mask, Tq, Tk, rows):
+        for span in spans(mask, Tq, Tk, rows) if tokens is None else _sampled_spans(Tq, Tk, rows):
             queries = (span.q_lo, span.q_hi)
             n = span.q_hi - span.q_lo
             q = q_BHTD[:, :, span.q_lo : span.q_hi].to(wide).reshape(B, Hk, Hq // Hk * n, D)
@@ -85,8 +86,11 @@ def _logit_stats(
                 k_hi = min(k_lo + KEY_BLOCK, span.k_hi)
                 k = k_BHTD[:, :, k_lo:k_hi].to(wide)
                 s = (q @ k.mT).view(B, Hq, n, k_hi - k_lo).mul_(scale)
-                if hides_within(mask, Tq, Tk, span._replace(k_lo=k_lo, k_hi=k_hi)):
-                    visible = mask.visible(Tq, Tk, device, queries, (k_lo, k_hi))
+                if tokens is not None or hides_within(mask, Tq, Tk, span._replace(k_lo=k_lo, k_hi=k_hi)):
+                    if tokens is None:
+                        visible = mask.visible(Tq, Tk, device, queries, (k_lo, k_hi))
+                    else:
+                        visible = mask.visible_to(tokens[span.q_lo : span.q_hi], Tk, (k_lo, k_hi))
                     visible_keys[:, span.q_lo : span.q_hi] += visible.sum(-1)
                     s.masked_fill_(~visible[:, None], -torch.inf)
                 else:
@@ -109,10 +113,21 @@ def _logit_stats(
     return maximum, log_sum, entropy.clamp_(min=0.0), visible_keys
 
 
+# `impl` as a decorator would leave None in the place of the function.
+torch.library.impl("qknorm::logit_stats", "CompositeExplicitAutograd")(stream)
+
+
+def _sampled_spans(Tq: int, Tk: int, rows: int) -> Iterator[Span]:
+    """Where the tokens of a sample lie is not asked: it would wait for the device."""
+    for q_lo in range(0, Tq, rows):
+        yield Span(q_lo, min(q_lo + rows, Tq), 0, Tk)
+
+
 @torch.library.register_fake("qknorm::logit_stats")
 def _(
     q: Tensor,
     k: Tensor,
+    tokens: Tensor | None,
     documents: Tensor | None,
     key_padding: Tensor | None,
     causal: bool,
@@ -126,15 +141,28 @@ def _(
 
 
 def stream_rows(
-    q_hat: Tensor, k_hat: Tensor, mask: Mask, scale: float, sink_logit: Tensor | None
+    q_hat: Tensor,
+    k_hat: Tensor,
+    mask: Mask,
+    scale: float,
+    sink_logit: Tensor | None,
+    sample: Tensor | None = None,
 ) -> Rows:
     """Rows of q and k as the attention kernel sees them: normalised, rotated and rounded.
 
-    `sink_logit` broadcasts to `[B, Hq, Tq]`.
+    `sink_logit` broadcasts to `[B, Hq, Tq]`; `sample` holds the queries that are looked at, ascending.
     """
+    Tq, Tk = q_hat.shape[2], k_hat.shape[2]
+    is_real = mask.real_queries(Tq, Tk, q_hat.device)
+    tokens = None
+    if sample is not None:
+        tokens, is_real, q_hat = sample + (Tk - Tq), is_real[:, sample], q_hat[:, :, sample]
+        if sink_logit is not None and sink_logit.shape[-1] > 1:
+            sink_logit = sink_logit[..., sample]
     maximum, log_sum, entropy, keys = torch.ops.qknorm.logit_stats(
         q_hat.detach(),
         k_hat.detach(),
+        tokens,
         mask.documents,
         mask.key_padding,
         mask.causal,
@@ -148,7 +176,7 @@ def stream_rows(
         log_sum=log_sum,
         entropy_nats=entropy,
         visible_keys=keys,
-        is_real=mask.real_queries(q_hat.shape[2], k_hat.shape[2], q_hat.device),
+        is_real=is_real,
         sink_logit=sink_logit,
     )
 
@@ -165,6 +193,7 @@ def logit_stats(
     sink: Sink | None = None,
     scale: float | None = None,
     stats: StatsRequest = True,
+    rows: int | None = None,
 ) -> Stats:
     """Exact statistics of an attention that runs elsewhere: max logit, entropy, sink mass.
 
@@ -175,6 +204,8 @@ def logit_stats(
         q: `[B, Hq, Tq, D]`.
         k: `[B, Hk, Tk, D]`.
         stats: True, or "rows" to keep the values of each row.
+        rows: look at this many queries only, evenly spaced, the last one among them; None for all. The
+            maximum is then that of the sample.
 
     Returns:
         `Stats`, each value fp32 `[Hq]` (fp64 for fp64 input).
@@ -199,5 +230,15 @@ def logit_stats(
         scale = spec.default_scale(q.shape[-1]) if scale is None else scale
         q_hat, k_hat = qk_norm_rope(q, k, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope)
         sink_logit = sink_logits(q, sink, q_gain=q_gain, k_gain=k_gain, eps=eps, scale=scale)
-        rows = stream_rows(q_hat, k_hat, mask, scale, sink_logit)
-        return Stats.from_rows(rows, keep_rows=stats == "rows")
+        sample = None if rows is None else _sample(q.shape[2], rows, q.device)
+        found = stream_rows(q_hat, k_hat, mask, scale, sink_logit, sample)
+        return Stats.from_rows(found, keep_rows=stats == "rows")
+
+
+def _sample(Tq: int, rows: int, device: torch.device) -> Tensor | None:
+    """Evenly spaced queries, the last among them; None if that is all of them."""
+    if rows < 1:
+        raise ValueError(f"rows must be at least 1; got {rows}. Use rows=None for all.")
+    if rows >= Tq:
+        return None
+    return (Tq - 1 - torch.linspace(0, Tq - 1, rows).round().long()).flip(0).to(device)

@@ -41,6 +41,13 @@ class Call:
             dtype=self.q.dtype,
             head_dim=self.q.shape[-1],
             value_dim=self.v.shape[-1],
+            batch=self.q.shape[0],
+            heads=self.q.shape[1],
+            queries=self.q.shape[2],
+            keys=self.k.shape[2],
+            has_stats=bool(self.stats),
+            is_dense=self.mask in (Mask(), Mask(causal=True)),
+            is_causal=self.mask.causal,
             sink_by_row=self.sink_logit is not None and self.sink_logit.dim() == 3,
             zero_scale=self.scale == 0
             or (self.q.dtype != torch.float64 and abs(self.scale) < SMALLEST_FP32),
@@ -55,5 +62,12 @@ class Case:
     dtype: torch.dtype
     head_dim: int
     value_dim: int
+    batch: int = 1
+    heads: int = 1
+    queries: int = 1024
+    keys: int = 1024
+    has_stats: bool = True
+    is_dense: bool = False  # neither window nor documents nor padding
+    is_causal: bool = True
     sink_by_row: bool = False  # a logit per query: sink tokens
     zero_scale: bool = False

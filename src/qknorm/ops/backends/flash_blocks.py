@@ -1,13 +1,16 @@
 """One block of attention by whatever PyTorch has on the device: out, lse, and their backward.
 
-On CPU that is torch's flash kernel (fp16, bf16, fp32, fp64; grouped heads without repetition).
-Elsewhere it is plain tensor code in fp32, cut into small blocks of queries so that memory stays
-linear.
+On CPU that is torch's flash kernel (fp16, bf16, fp32, fp64; grouped heads without repetition). On
+NVIDIA, for a block without a mask of its own in half precision, cuDNN's, or else torch's flash
+kernel. Elsewhere it is plain tensor code in fp32, cut into small blocks of queries so that memory
+stays linear.
 
 Shapes: q [B, Hq, n, D]; k [B, Hk, m, D]; v [B, Hk, m, Dv]; bias [1 or B, 1, n, m] of 0 and -inf.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,10 +34,64 @@ def uses_flash(q: Tensor, k: Tensor) -> bool:
     return bool(torch.isfinite(q.sum(dtype=wide) + k.sum(dtype=wide)))
 
 
+def cuda_kernel(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
+) -> Literal["cudnn", "flash"] | None:
+    """Which of torch's kernels for NVIDIA serves this block, as torch itself would say."""
+    if q.device.type != "cuda" or bias is not None or torch.version.hip is not None:
+        return None
+    if q.dtype not in spec.HALF_PRECISION or q.shape[-1] != v.shape[-1] or q.shape[-1] % 8:
+        return None
+    if min(q.numel(), k.numel()) == 0:
+        return None
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+    if torch.backends.cuda.can_use_cudnn_attention(parameters):
+        return "cudnn"
+    return "flash" if torch.backends.cuda.can_use_flash_attention(parameters) else None
+
+
+def _cuda_forward(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    if kernel == "cudnn":
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )
+        return out, lse.view(q.shape[:3])
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale
+    )
+    return out, lse
+
+
+def _cuda_backward(
+    kernel: str,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
+    lengths = (None, None, q.shape[2], k.shape[2], 0.0, causal)
+    if kernel == "cudnn":
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            d_out, q, k, v, out, lse[..., None].contiguous(), seed, seed, None, *lengths, scale=scale
+        )
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        d_out, q, k, v, out, lse.contiguous(), *lengths, seed, seed, scale=scale
+    )
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """out `[B, Hq, n, Dv]` and lse `[B, Hq, n]`; rows that see nothing hold unspecified values."""
+    if (kernel := cuda_kernel(q, k, v, bias, causal)) is not None:
+        return _cuda_forward(kernel, q, k, v, causal, scale)
     if not uses_flash(q, k):
         return _plain_forward(q, k, v, bias, causal, scale)
     Dv, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
@@ -57,6 +114,8 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv for P = exp(s - lse) and delta = rowsum(d_out * out), whatever out and lse are."""
+    if (kernel := cuda_kernel(q, k, v, bias, causal)) is not None:
+        return _cuda_backward(kernel, d_out, q, k, v, out, lse, causal, scale)
     if not uses_flash(q, k):
         return _plain_backward(d_out, q, k, v, out, lse, bias, causal, scale)
     D, Dv, width = q.shape[-1], v.shape[-1], max(q.shape[-1], v.shape[-1])

@@ -1,0 +1,57 @@
+"""Norm, RoPE, attention and statistics in Triton kernels for NVIDIA, forward and backward.
+
+`tiles` holds the sizes, `launch` turns tensors into launches, `op` registers the operators, `kernels`
+are the kernels. Nothing here imports Triton before a call needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+from qknorm.ops.backends.call import Case
+from qknorm.ops.backends.triton.op import attention as attention
+from qknorm.ops.backends.triton.op import prepare as prepare
+from qknorm.ops.backends.triton.tiles import MAX_WIDTH
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_GRID = 65_535  # second and third axis of a launch
+
+
+def interprets() -> bool:
+    """Whether Triton's interpreter runs the kernels, on any device."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
+def refuses(case: Case) -> str | None:
+    """What it cannot do in this case, or None."""
+    if case.device != "cuda" and not interprets():
+        return f"tensors on {case.device}"
+    if not _is_installed():
+        return "this environment (Triton is not installed)"
+    if case.device == "cuda" and torch.version.hip is not None:
+        return "AMD GPUs"
+    if case.device == "cuda" and not interprets() and _capability() < (8, 0):
+        return "GPUs before sm_80"
+    if case.dtype not in DTYPES:
+        return f"{str(case.dtype).removeprefix('torch.')} inputs"
+    if max(case.head_dim, case.value_dim) > MAX_WIDTH:
+        return f"heads wider than {MAX_WIDTH}"
+    if max(case.batch, case.heads) > MAX_GRID:
+        return f"more than {MAX_GRID} rows of a batch or heads"
+    if case.sink_by_row:
+        return "sinks whose logit differs by query"
+    return "a scale of 0" if case.zero_scale else None

@@ -1,0 +1,56 @@
+"""From m, l and t of rows to what is written: values of rows, and partial sums of heads."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qknorm.ops.backends.triton.kernels.tiles import key_range
+
+
+@triton.jit
+def visible_count(
+    query_token, rows, is_row, counts_ptr, Tk, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    """Visible keys of each row, and whether the row is counted. With ids both were counted before:
+    a negative count belongs to a query that is padding."""
+    if IDS:
+        stored = tl.load(counts_ptr + rows, mask=is_row, other=-1)
+        return tl.where(stored < 0, -1 - stored, stored), is_row & (stored > 0)
+    else:
+        lo, hi = key_range(query_token, query_token, Tk, window, CAUSAL, WINDOW)
+        count = tl.maximum(hi - lo, 0)
+        return count, is_row & (count > 0)
+
+
+@triton.jit
+def write_statistics(
+    m, l, t, sink_mass, count, counted, is_row, scale, c,  # noqa: E741
+    heads_ptr,  # [4, parts, H] at this part and head
+    heads_s0,
+    rows_ptr,  # [3, B, H, Tq] at this batch row, head and tile
+    rows_s0,
+    rows,
+    STATS: tl.constexpr,  # 1 heads, 2 rows too
+):  # fmt: skip
+    """Max logit, entropy, entropy over ln(visible keys) and sink mass of the counted rows together;
+    max logit, log of the sum and entropy of each row. scale is positive here."""
+    LN2: tl.constexpr = 0.6931471805599453
+    seen = l > 0.0
+    top = tl.where(seen | (m != m), m * scale, float("-inf"))
+    log2_l = tl.log2(l)
+    entropy = tl.where(seen, (log2_l - t / l) * LN2, l * 0.0)
+    choice = counted & (count > 1)
+    ratio = entropy / (tl.log2(tl.maximum(count, 2).to(tl.float32)) * LN2)
+    tl.store(heads_ptr, tl.max(tl.where(counted, top, float("-inf")), 0))
+    tl.store(heads_ptr + heads_s0, tl.sum(tl.where(counted, entropy, 0.0), 0))
+    tl.store(heads_ptr + 2 * heads_s0, tl.sum(tl.where(choice, ratio, 0.0), 0))
+    tl.store(heads_ptr + 3 * heads_s0, tl.sum(tl.where(counted, sink_mass, 0.0), 0))
+    if STATS == 2:
+        # l is relative to c m as it was rounded; the maximum that is returned is scale m.
+        gap = tl.where(seen, (m * c) * LN2 - top, 0.0)
+        tl.store(rows_ptr + rows, top, mask=is_row)
+        tl.store(rows_ptr + rows_s0 + rows, log2_l * LN2 + gap, mask=is_row)
+        tl.store(rows_ptr + 2 * rows_s0 + rows, entropy, mask=is_row)

@@ -1,0 +1,178 @@
+"""What the kernels share: a tile of x normalised and rotated, and which pairs of a tile are visible."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(base, rows, cols, stride, is_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """`[rows, BLOCK]` of a row-major matrix `[*, WIDTH]`; 0 outside."""
+    if BLOCK == WIDTH:
+        return tl.load(base + rows[:, None] * stride + cols[None, :], mask=is_row[:, None], other=0.0)
+    inside = is_row[:, None] & (cols < WIDTH)[None, :]
+    return tl.load(base + rows[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def partner(cols, R: tl.constexpr, ROPE: tl.constexpr):
+    """Of each entry: the other of its rotated pair, the row of its angle, the sign before its sine."""
+    if ROPE == 1:  # half: i with i + R/2
+        first = cols < R // 2
+        return tl.where(first, cols + R // 2, cols - R // 2), cols % (R // 2), tl.where(first, -1.0, 1.0)
+    else:  # interleaved: 2i with 2i + 1
+        return cols ^ 1, cols // 2, tl.where(cols % 2 == 0, -1.0, 1.0)
+
+
+@triton.jit
+def load_hat(
+    x,  # at the first row of the tile
+    x_st,
+    gain_ptr,  # at the head
+    cos_ptr,  # at the first row of the tile
+    sin_ptr,
+    rows,
+    is_row,
+    eps,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,  # 0 none, 1 half, 2 interleaved
+    BLOCK_D: tl.constexpr,
+):
+    """RMSNorm, gain and RoPE of a tile, in fp32 and not yet rounded, `[M, BLOCK_D]`.
+
+    The other entry of each rotated pair is loaded again, from cache, at a permuted column: exchanging
+    columns between registers would cost more.
+    """
+    cols = tl.arange(0, BLOCK_D)
+    y = load_tile(x, rows, cols, x_st, is_row, D, BLOCK_D).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(y * y, 1) / D + eps) if NORM else 1.0
+    if NORM:
+        gain = tl.load(gain_ptr + cols, mask=cols < D, other=0.0)
+        y = y * inverse[:, None] * gain[None, :]
+    if ROPE != 0:
+        turns = cols < R
+        pair, angle, sign = partner(cols, R, ROPE)
+        there = is_row[:, None] & turns[None, :]
+        z = tl.load(x + rows[:, None] * x_st + pair[None, :], mask=there, other=0.0).to(tl.float32)
+        if NORM:
+            z = z * inverse[:, None] * tl.load(gain_ptr + pair, mask=turns, other=0.0)[None, :]
+        at = rows[:, None] * (R // 2) + angle[None, :]
+        cos = tl.load(cos_ptr + at, mask=there, other=1.0)
+        sin = tl.load(sin_ptr + at, mask=there, other=0.0)
+        y = y * cos + z * (sin * sign[None, :])
+    return y
+
+
+@triton.jit
+def visible_pairs(
+    query_token,  # [M]
+    key_token,  # [N]
+    query_id,  # [M] or a number that is not used
+    key_id,  # [N] or a number that is not used
+    Tk,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IDS: tl.constexpr,
+):
+    """Bool that broadcasts to `[M, N]`."""
+    visible = (key_token < Tk)[None, :]
+    distance = query_token[:, None] - key_token[None, :]
+    if CAUSAL:
+        visible = visible & (distance >= 0)
+    if WINDOW:
+        visible = visible & (distance < window)
+        if not CAUSAL:
+            visible = visible & (distance > -window)
+    if IDS:
+        visible = visible & (query_id[:, None] == key_id[None, :]) & (key_id >= 0)[None, :]
+    return visible
+
+
+@triton.jit
+def key_range(
+    first,  # token of the first query
+    last,  # token of the last query
+    Tk,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The keys `[lo, hi)` that any of the queries may see by position."""
+    lo = first * 0
+    hi = first * 0 + Tk
+    if CAUSAL:
+        hi = tl.minimum(hi, last + 1)
+    if WINDOW:
+        lo = tl.maximum(lo, first - window + 1)
+        hi = tl.minimum(hi, last + window)
+    hi = tl.maximum(hi, 0)
+    return tl.minimum(lo, hi), hi
+
+
+@triton.jit
+def full_key_range(first, last, Tk, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """The keys `[lo, hi)` that all of the queries see by position; may be empty, with hi < lo."""
+    lo = first * 0
+    hi = first * 0 + Tk
+    if CAUSAL:
+        hi = tl.minimum(hi, first + 1)
+    if WINDOW:
+        lo = tl.maximum(lo, last - window + 1)
+        hi = tl.minimum(hi, first + window)
+    return lo, hi
+
+
+@triton.jit
+def query_range(
+    first,  # first key
+    last,  # last key
+    shift,  # Tk - Tq
+    Tq,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The rows `[lo, hi)` of queries that may see any of the keys by position."""
+    lo = first * 0
+    hi = first * 0 + Tq
+    if CAUSAL:
+        lo = tl.maximum(lo, first - shift)
+    if WINDOW:
+        hi = tl.minimum(hi, last + window - shift)
+        if not CAUSAL:
+            lo = tl.maximum(lo, first - window + 1 - shift)
+    hi = tl.maximum(hi, 0)
+    return tl.minimum(lo, hi), hi
+
+
+@triton.jit
+def full_query_range(first, last, shift, Tq, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """The rows `[lo, hi)` of queries that see all of the keys by position; may be empty."""
+    lo = first * 0
+    hi = first * 0 + Tq
+    if CAUSAL:
+        lo = tl.maximum(lo, last - shift)
+    if WINDOW:
+        hi = tl.minimum(hi, first + window - shift)
+        if not CAUSAL:
+            lo = tl.maximum(lo, last - window + 1 - shift)
+    return lo, hi
+
+
+@triton.jit
+def split_range(lo, hi, full_lo, full_hi, BLOCK: tl.constexpr, HAS_FULL: tl.constexpr):
+    """Blocks `[lo, hi)` in three parts: masked, full, masked. Returns lo aligned to blocks, the bounds
+    of the full part, and hi."""
+    lo = lo // BLOCK * BLOCK
+    if HAS_FULL:
+        a = tl.minimum(tl.maximum((full_lo + BLOCK - 1) // BLOCK * BLOCK, lo), hi)
+        a = (a + BLOCK - 1) // BLOCK * BLOCK  # hi need not be aligned
+        b = tl.maximum(tl.minimum(full_hi, hi) // BLOCK * BLOCK, a)
+        return lo, a, b
+    else:
+        return lo, lo, lo

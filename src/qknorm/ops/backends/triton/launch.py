@@ -1,0 +1,534 @@
+"""From tensors to launches. Nothing here waits for the device, and grids depend on shapes alone.
+
+Shapes: q [B, Hq, Tq, D]; k [B, Hk, Tk, D]; v [B, Hk, Tk, V]; any strides with a last one of 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qknorm.ops.backends.triton import tiles as t
+from qknorm.ops.backends.triton.kernels import (
+    backward as backward_kernels,
+)
+from qknorm.ops.backends.triton.kernels import (
+    decode as decode_kernels,
+)
+from qknorm.ops.backends.triton.kernels import (
+    documents as document_kernels,
+)
+from qknorm.ops.backends.triton.kernels.forward import attention_forward
+from qknorm.ops.backends.triton.kernels.logit_stats import logit_stats_rows
+from qknorm.ops.backends.triton.kernels.prep import prep_backward, prep_forward
+
+LOG2E = math.log2(math.e)
+LAYOUTS = {None: 0, "half": 1, "interleaved": 2}
+NONE, HEADS, ROWS = range(3)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A call as the kernels take it: unit last strides, fp32 gains and tables, ids."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_gain: Tensor | None = None
+    k_gain: Tensor | None = None
+    sink: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
+    layout: str | None = None
+    causal: bool
+    window: int | None
+    eps: float = 1e-6
+    scale: float
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_gain: Tensor | None,
+        k_gain: Tensor | None,
+        sink: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        documents: Tensor | None,
+        key_padding: Tensor | None,
+        layout: str | None,
+        causal: bool,
+        window: int | None,
+        eps: float,
+        scale: float,
+    ) -> Problem:
+        """From the arguments of the operators."""
+        query_ids, key_ids = _ids(q, k, documents, key_padding)
+
+        def small(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.detach().float().contiguous()
+
+        return Problem(
+            **{n: x if x.stride(-1) == 1 else x.contiguous() for n, x in (("q", q), ("k", k), ("v", v))},
+            q_gain=small(q_gain),
+            k_gain=small(k_gain),
+            sink=small(sink),
+            cos=small(cos),
+            sin=small(sin),
+            query_ids=query_ids,
+            key_ids=key_ids,
+            layout=layout,
+            causal=causal,
+            # A window past both ends is as good as one that just covers them, and cannot overflow.
+            window=None if window is None else min(window, q.shape[2] + k.shape[2]),
+            eps=eps,
+            scale=scale,
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """B, Hq, Hk, Tq, Tk, D, V."""
+        B, Hq, Tq, D = self.q.shape
+        _, Hk, Tk, V = self.v.shape
+        return B, Hq, Hk, Tq, Tk, D, V
+
+    @property
+    def mask(self) -> dict[str, Any]:
+        """What every kernel of attention takes of it."""
+        return {
+            "CAUSAL": self.causal,
+            "WINDOW": self.window is not None,
+            "IDS": self.key_ids is not None,
+        }
+
+    @property
+    def rotary_width(self) -> int:
+        """R; 2 without RoPE, which nothing reads."""
+        return 2 if self.cos is None else 2 * self.cos.shape[-1]
+
+    @cached_property
+    def log2_scale(self) -> float:
+        """c with its sign."""
+        return self.scale * LOG2E
+
+    @property
+    def rows_of_batch(self) -> int:
+        """1 where every row of the batch has the same mask, else B."""
+        return 1 if self.key_ids is None else self.q.shape[0]
+
+    def is_prepared(self) -> bool:
+        """Whether q and k are what is multiplied."""
+        return self.q_gain is None and self.k_gain is None and self.cos is None
+
+    def tiles(self, kernel: str) -> t.Tiles:
+        """The tile sizes of a kernel for it."""
+        width = max(self.q.shape[-1], self.v.shape[-1])
+        is_fp32 = self.q.dtype == torch.float32
+        return t.tiles(kernel, width, is_fp32=is_fp32, architecture=_architecture(self.q.device))
+
+    def blocks(self) -> dict[str, int]:
+        """Rounded widths."""
+        return {"BLOCK_D": t.block(self.q.shape[-1]), "BLOCK_V": t.block(self.v.shape[-1])}
+
+    def rope_stride(self) -> int:
+        """From one row of the batch to the next, of cos and sin."""
+        if self.cos is None or self.cos.dim() == 2 or self.cos.shape[0] == 1:
+            return 0
+        return self.cos.stride(0)
+
+
+def _ids(
+    q: Tensor, k: Tensor, documents: Tensor | None, key_padding: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """int64 ids `[B, Tq]` and `[B, Tk]`: a pair is visible if they are equal and not negative."""
+    if documents is None and key_padding is None:
+        return None, None
+    B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]
+    if documents is None:
+        keys = torch.zeros(B, Tk, dtype=torch.int64, device=q.device)
+        queries = torch.zeros(B, Tq, dtype=torch.int64, device=q.device)
+    else:
+        keys = documents.long().clamp(min=-1)
+        queries = keys[:, Tk - Tq :].contiguous()
+    if key_padding is not None:
+        keys = torch.where(key_padding, keys, -1)
+    return queries, keys.contiguous()
+
+
+@functools.cache
+def _architecture(device: torch.device) -> int:
+    """Of the interpreter: any."""
+    if device.type != "cuda":
+        return 90
+    return t.architecture(torch.cuda.get_device_capability(device))
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], tiles: t.Tiles, *args: Any, **constants: Any) -> None:
+    """FP fusion by name: its default changes between releases of Triton."""
+    kernel[grid](
+        *args, **constants, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True
+    )
+
+
+def _or(x: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer has to be something, also where a constant keeps it from being read."""
+    return other if x is None else x
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+# -- norm and RoPE
+
+
+def prepare(p: Problem, *, with_q: bool = True) -> Problem:
+    """The same problem with q and k normalised and rotated, once; `with_q` False leaves q raw."""
+    needs_k = p.k_gain is not None or p.cos is not None
+    needs_q = with_q and (p.q_gain is not None or p.cos is not None)
+    q_hat = p.q.new_empty(p.q.shape) if needs_q else p.q
+    k_hat = p.k.new_empty(p.k.shape) if needs_k else p.k
+    if needs_q or needs_k:
+        _prepare(p, q_hat if needs_q else None, k_hat if needs_k else None)
+    if with_q:
+        return replace(p, q=q_hat, k=k_hat, q_gain=None, k_gain=None, cos=None, sin=None, layout=None)
+    return replace(p, k=k_hat, k_gain=None)
+
+
+def _prepare(p: Problem, q_hat: Tensor | None, k_hat: Tensor | None) -> None:
+    B, Hq, Hk, Tq, Tk, D, _ = p.sizes
+    heads_q, heads_k = Hq if q_hat is not None else 0, Hk if k_hat is not None else 0
+    tiles = p.tiles("prep")
+    longest = max(Tq if heads_q else 0, Tk if heads_k else 0)
+    grid = (_cdiv(longest, tiles.rows), heads_q + heads_k, B)
+    _launch(
+        prep_forward, grid, tiles,
+        p.q, *_strides(p.q), _or(p.q_gain, p.q), _or(q_hat, p.q), heads_q, Tq,
+        p.k, *_strides(p.k), _or(p.k_gain, p.k), _or(k_hat, p.k), heads_k, Tk,
+        _or(p.cos, p.q), _or(p.sin, p.q), p.rope_stride(), p.eps,
+        D=D, R=p.rotary_width, Q_NORM=p.q_gain is not None, K_NORM=p.k_gain is not None,
+        ROPE=LAYOUTS[p.layout], BLOCK_T=tiles.rows, BLOCK_D=t.block(D),
+    )  # fmt: skip
+
+
+def unprepare(
+    p: Problem, dq_hat: Tensor, dk_hat: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, k and both gains from those of q_hat and k_hat (contiguous)."""
+    if p.is_prepared():
+        return dq_hat, dk_hat, None, None
+    B, Hq, Hk, Tq, Tk, D, _ = p.sizes
+    tiles = p.tiles("prep")
+    counts = _cdiv(Tq, tiles.rows), _cdiv(Tk, tiles.rows)
+    dq, dk = torch.empty_like(dq_hat), torch.empty_like(dk_hat)
+    parts = [
+        None if gain is None else gain.new_empty(B * count, *gain.shape)
+        for gain, count in zip((p.q_gain, p.k_gain), counts, strict=True)
+    ]
+    _launch(
+        prep_backward, (max(counts), Hq + Hk, B), tiles,
+        dq_hat, p.q, *_strides(p.q), _or(p.q_gain, p.q), dq, _or(parts[0], p.q), Hq, Tq, counts[0],
+        dk_hat, p.k, *_strides(p.k), _or(p.k_gain, p.k), dk, _or(parts[1], p.k), Hk, Tk, counts[1],
+        _or(p.cos, p.q), _or(p.sin, p.q), p.rope_stride(), p.eps,
+        D=D, R=p.rotary_width, Q_NORM=p.q_gain is not None, K_NORM=p.k_gain is not None,
+        ROPE=LAYOUTS[p.layout], BLOCK_T=tiles.rows, BLOCK_D=t.block(D),
+    )  # fmt: skip
+    dq_gain, dk_gain = (None if part is None else part.sum(0) for part in parts)
+    return dq, dk, dq_gain, dk_gain
+
+
+# -- documents
+
+
+def _ranges(own: Tensor, other: Tensor, block: int) -> Tensor:
+    """int32 `[B, tiles, 2]`, see `tile_ranges`."""
+    B, T = own.shape
+    count = _cdiv(T, block)
+    ranges = torch.empty(B, count, 2, dtype=torch.int32, device=own.device)
+    one = t.Tiles(block, 0, 4, 1)
+    _launch(
+        document_kernels.tile_ranges, (count, B), one, own, other, ranges, T, other.shape[1],
+        BLOCK=block, CHUNK=t.ID_CHUNK,
+    )  # fmt: skip
+    return ranges
+
+
+def _query_ranges(p: Problem, block: int) -> Tensor | None:
+    if p.query_ids is None or p.key_ids is None:
+        return None
+    return _ranges(p.query_ids, p.key_ids, block)
+
+
+def _signed_counts(p: Problem, tokens: Tensor | None = None) -> Tensor:
+    """int32 `[B, Tq]`, see `visible_keys`."""
+    assert p.query_ids is not None
+    assert p.key_ids is not None
+    B, _, _, Tq, Tk, *_ = p.sizes
+    tiles = t.Tiles(64, 128, 4, 1)
+    counts = torch.empty(B, Tq, dtype=torch.int32, device=p.q.device)
+    ranges = _ranges(p.query_ids, p.key_ids, tiles.rows)
+    _launch(
+        document_kernels.visible_keys, (_cdiv(Tq, tiles.rows), B), tiles,
+        p.query_ids, p.key_ids, _or(tokens, counts), ranges, counts, Tq, Tk, p.window or 0,
+        SAMPLED=tokens is not None, CAUSAL=p.causal, WINDOW=p.window is not None,
+        BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
+    )  # fmt: skip
+    return counts
+
+
+def _counts_by_position(p: Problem, tokens: Tensor | None = None) -> Tensor:
+    """Visible keys int32 `[1, Tq]` where ids hide nothing."""
+    Tq, Tk = p.q.shape[2], p.k.shape[2]
+    token = torch.arange(Tk - Tq, Tk, device=p.q.device, dtype=torch.int32)
+    token = token if tokens is None else tokens.int()
+    lo, hi = torch.zeros_like(token), torch.full_like(token, Tk)
+    if p.causal:
+        hi = torch.minimum(hi, token + 1)
+    if p.window is not None:
+        lo = (token - p.window + 1).clamp(min=0)
+        hi = torch.minimum(hi, token + p.window)
+    return (hi - lo).clamp(min=0)[None]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Attributes:
+    heads: `[4, Hq]`, max logit, sums of entropy, of its ratio and of the sink's mass.
+    counts: `[2]` int64, rows and rows with a choice.
+    rows: `[3, B, Hq, Tq]`, empty unless asked for.
+    visible: keys of each row, `[1 or B, Tq]` int64, empty unless asked for.
+    """
+
+    heads: Tensor
+    counts: Tensor
+    rows: Tensor
+    visible: Tensor
+
+
+class _Wanted:
+    """Buffers of the statistics of one call, and what becomes of them."""
+
+    def __init__(self, p: Problem, parts: int, stats: int) -> None:
+        self.p, self.stats = p, stats
+        B, Hq, _, Tq, *_ = p.sizes
+        make = p.q.new_empty
+        self.counts = _signed_counts(p) if stats and p.key_ids is not None else None
+        self.heads = make((4, parts, Hq) if stats else 0, dtype=torch.float32)
+        self.rows = make((3, B, Hq, Tq) if stats == ROWS else 0, dtype=torch.float32)
+
+    def pointers(self) -> tuple[Tensor, Tensor]:
+        """Of heads and rows."""
+        return self.heads, self.rows
+
+    def finish(self) -> Statistics:
+        """Add the parts in their order."""
+        B = self.p.q.shape[0]
+        signed = _counts_by_position(self.p) if self.counts is None else self.counts
+        times = B if self.counts is None else 1
+        counts = torch.stack([(signed > 0).sum(), (signed > 1).sum()]) * times
+        heads = torch.cat([self.heads[:1].amax(1), self.heads[1:].sum(1)])
+        visible = torch.where(signed < 0, -1 - signed, signed).long()
+        return Statistics(
+            heads, counts, self.rows, visible if self.stats == ROWS else visible.new_empty(0)
+        )
+
+
+# -- attention
+
+
+def forward(p: Problem, stats: int) -> tuple[Tensor, Tensor, Statistics | None]:
+    """out `[B, Hq, Tq, V]` and lse `[2, B, Hq, Tq]` (exponent and log2 of the sum, with the sink)."""
+    B, Hq, Hk, Tq, Tk, D, V = p.sizes
+    out = p.q.new_empty(B, Hq, Tq, V)
+    lse = p.q.new_empty(2, B, Hq, Tq, dtype=torch.float32)
+    if Tk == 0 or lse.numel() == 0:
+        return _without_pairs(p, out, lse, stats)
+    if Tq * (Hq // Hk) <= t.DECODE_ROWS and Tk > Tq:
+        return _decode(prepare(p), out, lse, stats)
+    p = prepare(p, with_q=False)
+    tiles = p.tiles("forward")
+    count = _cdiv(Tq, tiles.rows)
+    wanted = _Wanted(p, B * count, stats)
+    cos, sin = p.cos, p.sin
+    if cos is not None and sin is not None:
+        cos, sin = cos[..., Tk - Tq :, :], sin[..., Tk - Tq :, :]
+    _launch(
+        attention_forward, (count, Hq, B), tiles,
+        p.q, *_strides(p.q), p.k, *_strides(p.k), p.v, *_strides(p.v),
+        _or(p.q_gain, p.q), _or(cos, p.q), _or(sin, p.q), p.rope_stride(),
+        _or(p.sink, p.q), _or(p.query_ids, p.q), _or(p.key_ids, p.q),
+        _or(_query_ranges(p, tiles.rows), p.q), _or(wanted.counts, p.q),
+        out, lse, *wanted.pointers(),
+        Hq, Hk, Tq, Tk, p.window or 0, p.eps, abs(p.scale), abs(p.log2_scale),
+        D=D, V=V, R=p.rotary_width, NORM=p.q_gain is not None, ROPE=LAYOUTS[p.layout],
+        NEGATIVE=p.scale < 0, **p.mask, SINK=p.sink is not None, STATS=stats,
+        BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, **p.blocks(),
+    )  # fmt: skip
+    return out, lse, wanted.finish() if stats else None
+
+
+def _without_pairs(
+    p: Problem, out: Tensor, lse: Tensor, stats: int
+) -> tuple[Tensor, Tensor, Statistics | None]:
+    """No query or no key: every row is empty."""
+    out.zero_()
+    lse.zero_()
+    if p.sink is not None:
+        lse[0] = (p.sink * LOG2E)[:, None]
+    if not stats:
+        return out, lse, None
+    wanted = _Wanted(replace(p, query_ids=None, key_ids=None), 1, stats)
+    wanted.heads.zero_()[0] = -torch.inf
+    if stats == ROWS:
+        wanted.rows[:2] = -torch.inf
+        wanted.rows[2] = 0.0
+    found = wanted.finish()
+    Tq = p.q.shape[2]
+    visible = found.visible.new_zeros(p.rows_of_batch, Tq) if stats == ROWS else found.visible
+    return out, lse, Statistics(found.heads, found.counts.zero_(), found.rows, visible)
+
+
+def _decode(
+    p: Problem, out: Tensor, lse: Tensor, stats: int
+) -> tuple[Tensor, Tensor, Statistics | None]:
+    """Few queries and many keys, see kernels/decode.py."""
+    B, Hq, Hk, Tq, Tk, D, V = p.sizes
+    tiles = p.tiles("decode")
+    splits = min(_cdiv(Tk, t.DECODE_KEYS), t.MAX_SPLITS)
+    per_split = _cdiv(_cdiv(Tk, splits), tiles.keys) * tiles.keys
+    acc = p.q.new_empty(B, Hk, splits, tiles.rows, V, dtype=torch.float32)
+    mlt = p.q.new_empty(3, B, Hk, splits, tiles.rows, dtype=torch.float32)
+    wanted = _Wanted(p, B, stats)
+    sizes = Hq, Hk, Tq, Tk
+    c = abs(p.log2_scale)
+    _launch(
+        decode_kernels.decode_split, (splits, Hk, B), tiles,
+        p.q, *_strides(p.q), p.k, *_strides(p.k), p.v, *_strides(p.v),
+        _or(p.query_ids, p.q), _or(p.key_ids, p.q), acc, mlt, *sizes, p.window or 0, c, per_split,
+        D=D, V=V, NEGATIVE=p.scale < 0, **p.mask, ENTROPY=stats > 0,
+        BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, **p.blocks(),
+    )  # fmt: skip
+    _launch(
+        decode_kernels.decode_merge, (Hq, B), tiles,
+        acc, mlt, _or(p.sink, p.q), _or(wanted.counts, p.q), out, lse, *wanted.pointers(),
+        *sizes, splits, p.window or 0, abs(p.scale), c,
+        V=V, **p.mask, SINK=p.sink is not None, STATS=stats,
+        BLOCK_T=1 << (Tq - 1).bit_length(), SPLIT_M=tiles.rows, BLOCK_V=t.block(V),
+    )  # fmt: skip
+    return out, lse, wanted.finish() if stats else None
+
+
+def backward(
+    p: Problem, d_out: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v, both gains and the sink."""
+    B, Hq, Hk, Tq, Tk, D, V = p.sizes
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (p.q, p.k, p.v))
+    if Tk == 0 or lse.numel() == 0:
+        q_gain, k_gain, sink = (
+            None if x is None else torch.zeros_like(x) for x in (p.q_gain, p.k_gain, p.sink)
+        )
+        return dq, dk, dv, q_gain, k_gain, sink
+    d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+    hat = prepare(p)
+    rows = p.tiles("dq").rows
+    count = _cdiv(Tq, rows)
+    delta = torch.empty_like(lse[0])
+    d_sink = None if p.sink is None else p.sink.new_empty(B * count, Hq)
+    _launch(
+        backward_kernels.delta_and_sink, (count, Hq, B), t.Tiles(rows, 0, 4, 1),
+        d_out, *_strides(d_out), out, lse, _or(p.sink, p.q), delta, _or(d_sink, p.q), Hq, Tq,
+        V=V, SINK=p.sink is not None, BLOCK_M=rows, BLOCK_V=t.block(V),
+    )  # fmt: skip
+    tensors = (
+        d_out, *_strides(d_out), hat.q, *_strides(hat.q), hat.k, *_strides(hat.k), p.v, *_strides(p.v),
+        lse, delta, _or(p.query_ids, p.q), _or(p.key_ids, p.q),
+    )  # fmt: skip
+    sizes = Hq, Hk, Tq, Tk, p.window or 0, p.scale, p.log2_scale
+    tiles = p.tiles("dq")
+    _launch(
+        backward_kernels.attention_dq, (count, Hq, B), tiles,
+        *tensors, _or(_query_ranges(p, tiles.rows), p.q), dq, *sizes,
+        D=D, V=V, **p.mask, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, **p.blocks(),
+        FULL_LOOP=tiles.full_loop and p.key_ids is None,
+    )  # fmt: skip
+    tiles = p.tiles("dkdv")
+    ranges = None
+    if p.query_ids is not None and p.key_ids is not None:
+        ranges = _ranges(p.key_ids, p.query_ids, tiles.keys)
+    _launch(
+        backward_kernels.attention_dkdv, (_cdiv(Tk, tiles.keys), Hk, B), tiles,
+        *tensors, _or(ranges, p.q), dk, dv, *sizes,
+        D=D, V=V, **p.mask, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, **p.blocks(),
+        FULL_LOOP=tiles.full_loop and p.key_ids is None,
+    )  # fmt: skip
+    dq, dk, dq_gain, dk_gain = unprepare(p, dq, dk)
+    return dq, dk, dv, dq_gain, dk_gain, None if d_sink is None else d_sink.sum(0)
+
+
+def logit_stats(
+    q: Tensor,
+    k: Tensor,
+    tokens: Tensor | None,
+    documents: Tensor | None,
+    key_padding: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `qknorm::logit_stats`: row maximum, log of the sum, entropy, visible keys."""
+    p = Problem.of(
+        *(
+            q,
+            k,
+            k,
+            None,
+            None,
+            None,
+            None,
+            None,
+            documents,
+            key_padding,
+            None,
+            causal,
+            window,
+            1e-6,
+            scale,
+        )
+    )
+    B, Hq, Hk, Tq, Tk, D, _ = p.sizes
+    rows = p.q.new_empty(3, B, Hq, Tq, dtype=torch.float32)
+    if tokens is not None and p.key_ids is not None:
+        # The query's own document, without the padding of its key.
+        own = p.key_ids if documents is None else documents.long().clamp(min=-1)
+        ids = own[:, tokens].contiguous() if documents is not None else torch.zeros_like(own[:, :Tq])
+        p = replace(p, query_ids=ids)
+    if Tk == 0 or rows.numel() == 0:
+        rows[:2] = -torch.inf
+        rows[2] = 0.0
+        return rows[0], rows[1], rows[2], rows.new_zeros(p.rows_of_batch, Tq, dtype=torch.int64)
+    tiles = p.tiles("logit_stats")
+    _launch(
+        logit_stats_rows, (_cdiv(Tq, tiles.rows), Hq, B), tiles,
+        p.q, *_strides(p.q), p.k, *_strides(p.k), _or(tokens, p.q),
+        _or(p.query_ids, p.q), _or(p.key_ids, p.q), _or(_query_ranges(p, tiles.rows), p.q),
+        rows, Hq, Hk, Tq, Tk, p.window or 0, abs(p.scale), abs(p.log2_scale),
+        D=D, NEGATIVE=p.scale < 0, SAMPLED=tokens is not None, **p.mask,
+        BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_D=t.block(D),
+    )  # fmt: skip
+    signed = _counts_by_position(p, tokens) if p.key_ids is None else _signed_counts(p, tokens)
+    visible = torch.where(signed < 0, -1 - signed, signed).long()
+    return rows[0], rows[1], rows[2].clamp_(min=0.0), visible
