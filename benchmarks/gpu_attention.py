@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -166,22 +167,26 @@ SMALL = {
 }
 
 
-def conformance() -> list[str]:
-    """Every small case in bf16 and fp16; watching changes no bit; two runs give the same bits; compose
-    agrees with the reference; a captured CUDA graph replays."""
+def conformance(name: str, c: Case) -> list[str]:
+    """bf16 and fp16 against fp64; watching changes no bit; two runs give the same bits."""
     bad: list[str] = []
-    for name, c in SMALL.items():
-        for dtype in (torch.bfloat16, torch.float16):
-            bad += check(name, c, dtype, stats=True)
-        x = make_inputs(c)
-        runs = []
-        for stats in (False, True, False):
-            out = ours(x, "triton", stats)
-            out = out[0] if stats else out
-            runs.append([out, *torch.autograd.grad(out, x.leaves(), x.d_out)])
-        for other, what in ((runs[1], "watching changes bits"), (runs[2], "two runs differ")):
-            if not all(map(torch.equal, runs[0], other)):
-                bad.append(f"{name}: {what}")
+    for dtype in (torch.bfloat16, torch.float16):
+        bad += check(name, c, dtype, stats=True)
+    x = make_inputs(c)
+    runs = []
+    for stats in (False, True, False):
+        out = ours(x, "triton", stats)
+        out = out[0] if stats else out
+        runs.append([out, *torch.autograd.grad(out, x.leaves(), x.d_out)])
+    for other, what in ((runs[1], "watching changes bits"), (runs[2], "two runs differ")):
+        if not all(map(torch.equal, runs[0], other)):
+            bad.append(f"{name}: {what}")
+    return bad
+
+
+def check_compose() -> list[str]:
+    """With and without a sink against the reference."""
+    bad = []
     for c in (SMALL["causal"], Case(B=2, T=256, Hq=4, Hk=2, D=64, sink=True)):
         x = make_inputs(c)
         results = []
@@ -191,7 +196,7 @@ def conformance() -> list[str]:
         for a, b in zip(*results, strict=True):
             if not float((a.double() - b.double()).norm()) <= 2e-2 * float(b.double().norm()) + 1e-6:
                 bad.append(f"compose, sink={c.sink}: differs from the reference")
-    return bad + graph_capture()
+    return bad
 
 
 def graph_capture() -> list[str]:
@@ -288,21 +293,23 @@ def _out(result: Any) -> Tensor:
 
 
 def gate(x: Inputs, calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
-    """Calls that fail or whose out differs from the median of all by more than 2 %, and why."""
+    """Calls that fail, or of whose out a row differs from that of a peer by more than 3 %, and why."""
     outs, bad = {}, {}
     for name, call in calls.items():
         try:
             with torch.no_grad():
                 outs[name] = _out(call()).float()
         except Exception as error:  # a peer that does not run here is left out by name
-            bad[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-    stacked = torch.stack(list(outs.values())) if outs else None
-    if stacked is not None and len(outs) > 2:
-        middle = stacked.median(0).values
-        for name, out in outs.items():
-            apart = float((out - middle).norm() / middle.norm())
-            if not apart <= 2e-2:
-                bad[name] = f"differs by {apart:.1e}"
+            bad[name] = f"{type(error).__name__}: {str(error)[:160]}"
+    peer = next((name for name in ("cudnn", "default", "flex") if name in outs), None)
+    for name, out in outs.items():
+        if peer is None:
+            bad[name] = "no peer ran to compare it with"
+        elif name != peer:
+            size = outs[peer].norm(dim=-1).amax()
+            apart = float((out - outs[peer]).norm(dim=-1).amax() / size)
+            if not apart <= 3e-2:
+                bad[name] = f"a row differs from {peer} by {apart:.1e} of the largest"
     return bad
 
 
@@ -320,6 +327,9 @@ def time_rounds(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, l
         draw.shuffle(order)
         for name, call in order:
             cold.zero_()
+            torch.cuda._sleep(
+                1_000_000
+            )  # the launches below overtake the device: kernels are timed alone
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             call()
@@ -362,7 +372,11 @@ def run_case(name: str, c: Case, rounds: int) -> dict[str, Any]:
         return run
 
     for step, wrap in (("forward", still), ("forward+backward", both)):
-        times = time_rounds({n: wrap(call) for n, call in calls.items()}, rounds)
+        try:
+            times = time_rounds({n: wrap(call) for n, call in calls.items()}, rounds)
+        except Exception as error:  # the forward's figures must survive a backward that fails
+            left_out[step] = f"{type(error).__name__}: {str(error)[:160]}"
+            continue
         row[step] = {
             "ms": {n: round(statistics.median(v), 4) for n, v in times.items()},
             "peer_over_triton": ratios(times, "triton"),
@@ -451,6 +465,20 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"training step: {result.get('training_step')}"])
 
 
+def _attempt(what: str, run: Callable[[], list[str]]) -> list[str]:
+    """Failures of a check; an exception is one, and loses nothing else."""
+    try:
+        return run()
+    except Exception as error:
+        return [f"{what}{type(error).__name__}: {str(error)[:300]}"]
+
+
+def _blamed(row: dict[str, Any]) -> list[str]:
+    """What was left out of ours."""
+    mine = ("triton", "triton+stats", "compose")
+    return [f"{row['case']} {n}: {why}" for n, why in row["left_out"].items() if n in mine]
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -464,27 +492,36 @@ def main() -> int:
         return 2
     began = time.monotonic()
     result: dict[str, Any] = {"environment": describe(), "cases": [], "not_run": []}
-    result["conformance_failures"] = conformance()
-    print("\n".join(result["conformance_failures"]) or "bf16 and fp16 agree with fp64", flush=True)
+    result["environment"]["triton"] = triton.__version__
 
     def save() -> None:
         if options.out:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
+    failures: list[str] = []
+    result["conformance_failures"] = failures
+    for name, c in SMALL.items():
+        failures += _attempt(f"{name}: ", lambda name=name, c=c: conformance(name, c))
+        save()
+    failures += _attempt("compose: ", check_compose)
+    failures += _attempt("graph: ", graph_capture)
+    print("\n".join(failures) or "bf16 and fp16 agree with fp64", flush=True)
     save()
-    for name in options.case or ["G4", "G5", "G2", "G1", "G7", "G3", "G6", "G8", "G4b"]:
+    for name in options.case or ["G4", "G5", "G2", "G1", "step", "G7", "G3", "G6", "G8", "G4b"]:
         if time.monotonic() - began > options.seconds - 60:
             result["not_run"].append(name)
             continue
         try:
-            result["cases"].append(run_case(name, CASES[name], options.rounds))
+            if name == "step":
+                result["training_step"] = training_step(options.rounds)
+            else:
+                result["cases"].append(run_case(name, CASES[name], options.rounds))
+                failures += _blamed(result["cases"][-1])
         except Exception as error:  # one case that fails must not lose the others
             why = f"{type(error).__name__}: {str(error)[:300]}"
             result["cases"].append({"case": name, "left_out": {"all": why}})
         torch.cuda.empty_cache()
         save()
-    if time.monotonic() - began < options.seconds - 30 and not options.case:
-        result["training_step"] = training_step(options.rounds)
     result["seconds"] = round(time.monotonic() - began, 1)
     save()
     print(table(result))

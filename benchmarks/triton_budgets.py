@@ -29,8 +29,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qknorm.ops.backends.triton.kernels import backward, decode, forward, logit_stats, prep
-from qknorm.ops.backends.triton.tiles import Tiles, block, tiles
+from qknorm.ops.backends.triton.kernels import (
+    backward,
+    decode,
+    documents,
+    forward,
+    logit_stats,
+    prep,
+)
+from qknorm.ops.backends.triton.tiles import ID_CHUNK, Tiles, block, tiles
 
 BUDGETS = Path(__file__).with_name("triton_budgets.json")
 TARGETS = (80, 90, 100)
@@ -43,7 +50,7 @@ BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 PLAIN = {"CAUSAL": True, "WINDOW": False, "IDS": False}
 FULL = {"CAUSAL": True, "WINDOW": True, "IDS": True}
 POINTERS = {
-    "i64": ("query_ids_ptr", "key_ids_ptr", "tokens_ptr"),
+    "i64": ("query_ids_ptr", "key_ids_ptr", "tokens_ptr", "own_ids_ptr", "other_ids_ptr"),
     "i32": ("ranges_ptr", "counts_ptr"),
     "fp32": (
         "gain_ptr", "q_gain_ptr", "k_gain_ptr", "cos_ptr", "sin_ptr", "sink_ptr", "lse_ptr",
@@ -104,6 +111,16 @@ def _of_width(D: int, dtype: str, target: int) -> Iterator[Configuration]:
     for variant, entropy in (("plain", False), ("statistics", True)):
         constants = sizes | PLAIN | _blocks(one, D) | {"NEGATIVE": False, "ENTROPY": entropy}
         yield make("decode", variant, decode.decode_split, constants)
+    merge = {"V": D, **PLAIN, "SINK": True, "STATS": 2, "BLOCK_T": 1, "SPLIT_M": one.rows}
+    yield make("decode", "merge", decode.decode_merge, merge | {"BLOCK_V": block(D)}, multiplies=False)
+    one = sizes_of("dq")
+    delta = {"V": D, "SINK": True, "BLOCK_M": one.rows, "BLOCK_V": block(D)}
+    yield make("dq", "delta and sink", backward.delta_and_sink, delta, multiplies=False)
+    if D == 64:
+        ranges = {"BLOCK": 128, "CHUNK": ID_CHUNK}
+        yield make("prep", "ranges of ids", documents.tile_ranges, ranges, multiplies=False)
+        count = {"SAMPLED": False, "CAUSAL": True, "WINDOW": True, "BLOCK_M": 64, "BLOCK_N": 64}
+        yield make("prep", "visible keys", documents.visible_keys, count, multiplies=False)
     one = sizes_of("logit_stats")
     constants = {"D": D, "NEGATIVE": False, "SAMPLED": True, **PLAIN, **_blocks(one, D)}
     del constants["BLOCK_V"]

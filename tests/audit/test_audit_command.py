@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -185,3 +187,72 @@ def test_the_assertion_passes_a_sound_model_and_names_what_is_wrong() -> None:
     bare = next(m for m in HEALTHY if m.name == "fused-no_norm")
     with pytest.raises(AssertionError, match="q and k are not normed"):
         assert_qk_norm(bare.build(), bare.inputs())
+
+
+# The page and the plug-in --------------------------------------------------------------------------
+
+
+def test_the_page_holds_verdict_findings_layers_and_what_was_not_probed(module: Path) -> None:
+    ended = run("mine:faulty", "--html", "found.html", "--suppress", "QK003=<wanted>", folder=module)
+    assert ended.returncode == 0, ended.stderr
+    page = (module / "found.html").read_text()
+    assert '<h1 class="good">mine:faulty: nothing found</h1>' in page
+    assert "Reason: &lt;wanted&gt;" in page  # what users write is escaped
+    run("mine:faulty", "--html", "found.html", folder=module)
+    page = (module / "found.html").read_text()
+    assert '<h1 class="bad">mine:faulty: 2 findings</h1>' in page
+    assert "<b>QK003 warning</b>" in page
+    assert "<li>blocks.1.attention" in page
+    assert "interleaved" in page or "half" in page
+    assert "http" not in page.split("</style>")[1], "the page is offline"
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="looking at the page needs the program chromium")
+def test_the_page_fits_a_phone(module: Path) -> None:
+    run("mine:faulty", "--html", "found.html", folder=module)
+    page = module / "found.html"
+    probe = (
+        "<script>document.title = document.documentElement.scrollWidth + ' of ' + innerWidth</script>"
+    )
+    page.write_text(page.read_text().replace("</body>", probe + "</body>"))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900"]
+    ended = subprocess.run(
+        [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120
+    )
+    width, inner = re.search(r"<title>(\d+) of (\d+)</title>", ended.stdout).groups()
+    assert int(width) <= int(inner)
+
+
+def test_the_plug_in_fails_a_test_with_what_is_wrong(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    (tmp_path / "test_mine.py").write_text(
+        f"import sys; sys.path.insert(0, {str(here)!r})\n"
+        "def test_sound(assert_qk_norm):\n"
+        "    from mutants import HEALTHY\n"
+        "    m = HEALTHY[0]\n"
+        "    assert_qk_norm(m.build(), m.inputs())\n"
+        "def test_faulty(assert_qk_norm):\n"
+        "    from mutants import MUTANTS\n"
+        "    m = next(m for m in MUTANTS if m.name == 'fused-v_normed')\n"
+        "    assert_qk_norm(m.build(), m.inputs())\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert "1 failed, 1 passed" in ended.stdout, ended.stdout
+    assert "QK003 blocks.0.attention" in ended.stdout
+    assert "auditor.py" not in ended.stdout, "the traceback ends where the user's test called"
+
+
+def test_a_test_run_that_does_not_use_the_plug_in_does_not_import_torch(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(
+        "import sys\ndef test_it():\n    assert 'torch' not in sys.modules\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    disabled = [f"-pno:{name}" for name in ("lightning", "anyio", "hypothesispytest", "xdist")]
+    ended = subprocess.run(
+        [*command, *disabled], capture_output=True, text=True, timeout=240, cwd=tmp_path
+    )
+    assert ended.returncode == 0, ended.stdout

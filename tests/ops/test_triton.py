@@ -108,6 +108,44 @@ def test_views_of_one_projection_are_read_in_place() -> None:
     assert torch.equal(out, triton_attention(*(x.contiguous() for x in (q, k, v)), **gains))
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("Tq", [1, 40])
+def test_a_logit_that_is_no_number_is_not_hidden(Tq: int, bad: float) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, T, 16).abs() for T in (Tq, 40, 40))
+    k[0, 1, 7] = bad
+    _, ours = triton_attention(q, k, v, stats=True)
+    _, wanted = qknorm.attention(q, k, v, stats=True, backend="reference")
+    torch.testing.assert_close(ours.max_logit, wanted.max_logit, equal_nan=True)
+    assert not torch.isfinite(ours.max_logit[1])
+
+
+@pytest.mark.parametrize("backend", ["triton", "stock", "cpu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_NAMES)
+def test_a_negative_scale(backend: str, dtype: torch.dtype) -> None:
+    if BACKENDS[backend].refuses(Case(device="cpu", dtype=dtype, head_dim=16, value_dim=16)):
+        pytest.skip(f"no {backend} backend on this machine")
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 2, 33, 16, dtype=dtype).requires_grad_() for _ in range(3)]
+    results = []
+    for name in (backend, "reference"):
+        out = qknorm.attention(*leaves, scale=-0.3, backend=name)
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for actual, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=4e-3, atol=4e-3)
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    padding = torch.zeros(1, 20, dtype=torch.bool)
+    padding[:, 5:] = True  # the first five see nothing
+    sink = torch.full((2,), -torch.inf)
+    mask = Mask(causal=True, key_padding=padding)
+    out = triton_attention(q, k, v, mask=mask, sink=sink)
+    torch.testing.assert_close(out, triton_attention(q, k, v, mask=mask))
+
+
 # Decoding ------------------------------------------------------------------------------------------
 
 
@@ -171,7 +209,7 @@ def test_a_sample_of_rows_is_those_rows() -> None:
     some = qknorm.logit_stats(q, k, mask=mask, stats="rows", rows=7)
     assert every.rows is not None
     assert some.rows is not None
-    at = [0, 8, 16, 25, 33, 41, 49]
+    at = [0, 9, 17, 25, 33, 41, 49]
     torch.testing.assert_close(some.rows.max_logit, every.rows.max_logit[:, :, at])
     torch.testing.assert_close(some.rows.entropy_nats, every.rows.entropy_nats[:, :, at])
     assert torch.equal(some.rows.visible_keys, every.rows.visible_keys[:, at])
@@ -184,7 +222,7 @@ def test_a_sample_of_rows_is_those_rows() -> None:
 # Norm and RoPE before another kernel ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["plain", "sink_5", "own_key_heads", "partial_interleaved"])
+@pytest.mark.parametrize("name", ["plain", "sink_5", "whole_half", "partial_interleaved"])
 def test_compose_equals_stock(name: str) -> None:
     inputs = make_inputs(HARD[name], torch.float16)
     options = inputs.options | {"mask": Mask(causal=True)}

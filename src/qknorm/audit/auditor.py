@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qknorm.audit import probes, rules
 from qknorm.audit.findings import RULES, SEVERITIES, Finding, Report, finding
 from qknorm.audit.formula import Formula, read
-from qknorm.audit.site import NotUnderstoodError, find_sites
-from qknorm.audit.subject import Subject, audited
-from qknorm.audit.trace import HIDDEN, Trace, run
+from qknorm.audit.site import NotUnderstoodError, Site, find_sites
+from qknorm.audit.subject import Subject, audited, called
+from qknorm.audit.trace import HIDDEN, Trace, plainly, run
 
 LONG = 32_768  # tokens of context
 
@@ -63,20 +63,30 @@ def audit(
 
 def _audit(subject: Subject, optimizer: torch.optim.Optimizer | None, trained: bool) -> Report:
     trace = Trace(subject.model)
-    run(trace, subject.model, (), subject.inputs)
+    called(subject.model, lambda: run(trace, subject.model, (), subject.inputs))
+    if trace.replaced - {"reference"} or any(map(_is_compiled, subject.model.modules())):
+        subject.paths["plain"] = _plainly(subject.model)
+    opaque = [f"{path}: {name} does not show what it computes" for path, name in trace.opaque.items()]
     if not trace.attentions:
         raise ValueError(
             f"{type(subject.model).__name__} showed no attention: no softmax over a product of two "
             "activations, and no call of F.scaled_dot_product_attention"
+            + "".join(f"; {sentence}" for sentence in opaque)
         )
-    sites, refused = find_sites(trace.attentions)
-    not_probed = [f"{path}: {why}" for path, why in refused.items()]
+    not_probed = opaque
+    refused: dict[str, str] = {}
+    layers: dict[str, tuple[int, int]] = {}  # heads and their width
+    blind: Tensor | None = None
+    shape = ""
     findings: list[Finding] = []
     formulas: dict[str, Formula] = {}
     dtype = next((p.dtype for p in subject.model.parameters() if p.is_floating_point()), torch.float32)
     is_low = dtype in (torch.float16, torch.bfloat16)
-    for site in sites:
+    for site in find_sites(trace.attentions, refused):
         path = site.path
+        layers[path] = (site.q_heads, site.head_dim)
+        blind = probes.blind_rows(site, blind)
+        shape = shape or str(tuple(site.attention.q.shape[::2]))
         try:
             f, sides, scores = read(site)
         except NotUnderstoodError as error:
@@ -90,20 +100,27 @@ def _audit(subject: Subject, optimizer: torch.optim.Optimizer | None, trained: b
         findings += rules.of_precision(path, site, sides, original)
         findings += rules.of_limits(path, sides, scores)
         findings += rules.of_scale(path, site, f)
-        findings += rules.of_rope(path, f, q, k, is_low)
+        findings += rules.of_rope(path, site, f, q, k, is_low)
         findings += rules.of_gains(path, sides, trained)
         if f.v_norm:
             findings.append(finding("QK003", path, "V does not grow with its projection"))
         if optimizer is not None:
             own = _own_gains(site.module, original, sides)
             findings += rules.of_optimizer(path, own, optimizer)
-        logits = site.attention.logits
-        if logits is not None:
-            findings += rules.of_bound(path, f, float(logits[logits > HIDDEN].max()))
+        seen = _visible_logits(site, subject.real())
+        if f.scale is None:
+            not_probed.append(f"{path}: what its logits are of q.k, so neither scale nor bound")
+        elif seen.numel() and not scores.has_bias:
+            findings += rules.of_bound(path, site, f, float(seen.max()))
+    not_probed += [f"{path}: {why}" for path, why in refused.items()]
     findings += probes.find_leaks(subject, not_probed)
     findings += probes.find_disagreement(subject, not_probed)
-    findings += probes.find_idle(subject, sites, not_probed)
-    findings += probes.find_useless_clip(subject)
+    findings += probes.find_poison(subject, layers, blind, not_probed)
+    # A layer that could not be asked may be one whose parameters do nothing.
+    silent = [one for one in trace.attentions if one.path and one.path in refused]
+    layers = {one.path: (one.q.shape[1], one.q.shape[-1]) for one in silent} | layers
+    findings += probes.find_idle(subject, layers, not_probed)
+    findings += probes.find_useless_clip(subject, not_probed)
     if any(f.rope is not None for f in formulas.values()):
         moved = probes.is_relative(subject)
         known = {one.code for one in findings}
@@ -116,11 +133,36 @@ def _audit(subject: Subject, optimizer: torch.optim.Optimizer | None, trained: b
         f"{len(formulas)} of {len(trace.attentions)} attentions asked for their formula",
         f"paths: {', '.join(subject.paths)}",
         f"dtype: {dtype}".replace("torch.", ""),
-        f"batch and length: {', '.join(str(tuple(s.attention.q.shape[::2])) for s in sites[:1])}",
+        f"batch and length: {shape}",
     ]
     return Report(
         findings=_once(findings), formulas=formulas, exercised=exercised, not_probed=not_probed
     )
+
+
+def _visible_logits(site: Site, real: Tensor | None) -> Tensor:
+    """Those of the queries that are real tokens, flat."""
+    logits = site.attention.logits
+    if logits is None:
+        return torch.zeros(0)
+    visible = logits > HIDDEN
+    if real is not None and real.shape == logits.shape[::2]:
+        visible = visible & real[:, None, :, None].to(logits.device)
+    return logits[visible]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def _plainly(model: nn.Module) -> Callable[..., Any]:
+    """The model as it was traced."""
+
+    def call(**inputs: Any) -> Any:
+        with plainly():
+            return model(**inputs)
+
+    return call
 
 
 def _own_gains(module: nn.Module, original: nn.Module, sides: Any) -> Any:

@@ -167,8 +167,8 @@ RULES: dict[str, Rule] = {
     "QK020": Rule(
         title="gain at its initial value",
         severity="warning",
-        why="In a trained checkpoint no gain is exactly 1: it was left out of the optimizer, the "
-        "conversion or the file.",
+        why="In a trained checkpoint gains are not all alike to the bit, be it 1 or another value: they "
+        "were left out of the optimizer, the conversion or the file.",
         source="unslothai/unsloth 2452; hexgrad/kokoro 368",
         mend="Look for it in the source checkpoint, and load strictly.",
     ),

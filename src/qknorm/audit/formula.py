@@ -10,13 +10,14 @@ Shapes: M samples, B batch, T tokens, H heads, D head width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from qknorm.audit.norms import NORMS, Key, axes_of, by_share, normalized, shares
 from qknorm.audit.scores import Scores, read_scores
 from qknorm.audit.site import NotUnderstoodError, Site
 
@@ -28,29 +29,8 @@ RANK = 1e-9  # below this share of the largest a singular value is 0
 CONSECUTIVE = 8  # tokens at the start of which A is found
 STEP = 0.5  # by which a parameter is moved to see what follows
 TURNED = 2e-5  # the share of a pair's other entry above which it is rotated
-SCALES = [10.0 ** (-k / 2) for k in range(1, 21)]
-
-Normalize = Callable[[Tensor], Tensor]
-
-
-def _rms(axes: tuple[int, ...], *, center: bool) -> Normalize:
-    def normalize(y: Tensor) -> Tensor:
-        if center:
-            y = y - y.mean(axes, keepdim=True)
-        return y / y.square().mean(axes, keepdim=True).sqrt()
-
-    return normalize
-
-
-# (norm, statistic) of `[..., H, D]`. "heads" is a statistic over the same entry of all heads.
-NORMS: dict[tuple[str | None, str | None], Normalize] = {
-    (None, None): lambda y: y,
-    ("rms", "head"): _rms((-1,), center=False),
-    ("layer", "head"): _rms((-1,), center=True),
-    ("rms", "full"): _rms((-2, -1), center=False),
-    ("layer", "full"): _rms((-2, -1), center=True),
-    ("rms", "heads"): _rms((-2,), center=False),
-}
+MIXED = 0.05  # the same at the first token, above which it is no rounding
+SCALES = [10.0 ** (-k / 2) for k in range(1, 29)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +38,8 @@ class Side:
     """What was read of q or of k.
 
     Attributes:
-        norm: None, "rms", "layer", or "l2".
-        statistic: None, "head", "full", or "heads".
+        norm: None, "rms", "layer", or "l2", whose root mean square is 1 / sqrt(D).
+        statistic: as in `Formula`.
         residual: relative, of the best fit in fp32.
         matrices: A of the first CONSECUTIVE tokens and of the last, `[tokens, H, D, D]`.
         gain: effective, `[H, D]`; None without a norm.
@@ -90,7 +70,8 @@ class Formula:
 
     Attributes:
         q_norm, k_norm: None, "rms", "layer" (the mean is taken off) or "l2" (unit length).
-        statistic: None, "head", "full" (over all heads), or "heads" (over heads, per entry).
+        statistic: None, "head", "full" (over all heads), "heads" (over heads, per entry), or "2 heads"
+            and the like (over so many heads at a time).
         gain, k_gain: None, "head" `[H, D]`, "shared" `[D]`, "full" `[H * D]`, "scalar".
         q_gain_values, k_gain_values: effective, `[H, D]`; None without a norm.
         eps, eps_place: "inside", "outside" or "clamp".
@@ -139,15 +120,17 @@ def read_side(site: Site, side: str) -> Side | None:
         return None
     (norm, statistic), residual, matrices, limit = found
     first = torch.diagonal(matrices[0], dim1=-2, dim2=-1)  # [H, D]
+    mixed = float((matrices[0] - torch.diag_embed(first)).abs().max() / first.abs().max())
+    if mixed > MIXED and limit is None:
+        raise NotUnderstoodError(f"entries of {side} are rotated or mixed at the first token already")
     parameters = _gain_parameters(site, side)
     spread = SPREAD if raw_limit is None else SMALL
     gain, kind, factor = _gain(site, side, first, (norm, statistic), parameters, spread, limit)
     eps = place = None
     if norm is not None:
         eps, place = _eps(site, side, (norm, statistic), spread, limit)
-        is_bare = norm == "rms" and not parameters and gain is not None
-        if is_bare and float((gain * site.head_dim**0.5 - 1).abs().max()) < 1e-3:
-            norm = "l2"
+        if norm == "rms" and statistic == "head" and gain is not None:
+            norm, gain, factor = _length(gain, factor, place, is_bare=not parameters)
     return Side(
         norm=norm,
         statistic=statistic,
@@ -164,44 +147,58 @@ def read_side(site: Site, side: str) -> Side | None:
     )
 
 
+def _length(gain: Tensor, factor: float, place: str, *, is_bare: bool) -> tuple[str, Tensor, float]:
+    """Norm, gain and factor where what is divided by may be the length: two of three speak for it, no
+    parameter, a clamp of the length, a factor of 1 / sqrt(D)."""
+    unit = gain.shape[-1] ** -0.5
+    if is_bare:
+        factor = float(gain.mean())
+        if float((gain / factor - 1).abs().max()) > 1e-3 or abs(factor - 1) < 1e-3:
+            return "rms", gain, 1.0
+        gain = gain / factor
+    is_clamped, is_unit = place == "clamp", abs(factor / unit - 1) < 1e-3
+    if is_bare + is_clamped + is_unit >= 2:
+        return "l2", gain * unit, factor / unit
+    return ("rms", gain * factor, 1.0) if is_bare else ("rms", gain, factor)
+
+
 def answers(site: Site, side: str, raw: Tensor, *, module: nn.Module | None = None) -> Tensor:
     """q or k `[B, T, H, D]` in fp64 for raw ones of the same shape."""
     q, k = site.q_and_k(**{side: raw}, module=module)
     return (q if side == "q" else k).double()
 
 
-def _samples(site: Site, side: str, spread: float) -> tuple[Tensor, Tensor]:
-    """Raw and answered, `[M, T, H, D]` in fp64."""
+def _samples(site: Site, side: str, spread: float, tokens: list[int]) -> tuple[Tensor, Tensor]:
+    """Raw and answered, `[M, tokens, H, D]` in fp64."""
     shape = site.raw_shape(side)
     count = math.ceil((1.5 * shape[3] + 8) / shape[0])
     generator = torch.Generator().manual_seed(3)
     raws, found = [], []
     for _ in range(count):
         raw = spread * torch.randn(shape, generator=generator)
-        raws.append(raw.double())
-        found.append(answers(site, side, raw))
+        raws.append(raw[:, tokens].double())
+        found.append(answers(site, side, raw)[:, tokens])
     return torch.cat(raws), torch.cat(found)
 
 
-def _fit(
-    site: Site, side: str, spread: float
-) -> tuple[tuple[str | None, str | None], float, Tensor, float | None] | None:
+def _fit(site: Site, side: str, spread: float) -> tuple[Key, float, Tensor, float | None] | None:
     """The best norm, its residual, A of some tokens, and the limit at which answers are clamped."""
-    raw, found = _samples(site, side, spread)
+    # Consecutive tokens, to compare distances, and the last, at which the slowest pair has turned most.
+    T = site.raw_shape(side)[1]
+    raw, found = _samples(site, side, spread, sorted({*range(min(T, CONSECUTIVE)), T - 1}))
     if not bool(found.isfinite().all()):
         return None
     limit = _limit(found)
-    T = raw.shape[1]
-    ends = sorted({0, T - 1})
-    residuals = {}
-    for name, normalize in NORMS.items():
-        x = normalize(raw[:, ends])
+    ends = sorted({0, raw.shape[1] - 1})
+    residuals: dict[Key, float] = {}
+    for key in (*NORMS, *shares(raw.shape[2])):
+        if key not in NORMS and min(residuals.values()) < KNOWN:
+            break  # one statistic for some of the heads is rare
+        x = normalized(raw[:, ends], key)
         if bool(x.isfinite().all()):
-            residuals[name] = _solve(x, found[:, ends], limit)[1]
-    best = min(residuals, key=lambda name: residuals[name])
-    # Consecutive tokens, to compare distances, and the last, at which the slowest pair has turned most.
-    tokens = sorted({*range(min(T, CONSECUTIVE)), T - 1})
-    matrices, residual = _solve(NORMS[best](raw[:, tokens]), found[:, tokens], limit)
+            residuals[key] = _solve(x, found[:, ends], limit)[1]
+    best = min(residuals, key=lambda key: residuals[key])
+    matrices, residual = _solve(normalized(raw, best), found, limit)
     return best, residual, matrices, limit
 
 
@@ -211,7 +208,7 @@ def _solve(x: Tensor, y: Tensor, limit: float | None) -> tuple[Tensor, float]:
     x_THMD = torch.cat((x, torch.ones(M, T, H, 1, dtype=x.dtype)), -1).permute(1, 2, 0, 3)
     y_THMD = y.permute(1, 2, 0, 3)
     if limit is None:
-        solution = torch.linalg.lstsq(x_THMD, y_THMD, rcond=RANK, driver="gelsd").solution
+        solution = _least_squares(x_THMD, y_THMD)
         error = (x_THMD @ solution - y_THMD).square().sum() / y_THMD.square().sum().clamp(min=1e-30)
         return _sparse(solution[..., :D, :].mT, x), float(error.sqrt())
     free = (y_THMD.abs() < limit * (1 - 1e-6)).double()
@@ -221,6 +218,15 @@ def _solve(x: Tensor, y: Tensor, limit: float | None) -> tuple[Tensor, float]:
     error = (weighted @ solution - (y_THMD * free).mT[..., None]).square().sum()
     total = (y_THMD * free).square().sum().clamp(min=1e-30)
     return _sparse(solution[..., :D, 0], x), float((error / total).sqrt())
+
+
+def _least_squares(x: Tensor, y: Tensor) -> Tensor:
+    """By normal equations: drawn at random, x is far from singular, but for directions of no size that a
+    centred norm leaves, in which the ridge keeps the answer small."""
+    gram = x.mT @ x
+    ridge = RANK * torch.diagonal(gram, dim1=-2, dim2=-1).mean(-1)
+    factor = torch.linalg.cholesky(gram + torch.diag_embed(ridge[..., None].expand(gram.shape[:-1])))
+    return torch.cholesky_solve(x.mT @ y, factor)
 
 
 def _sparse(matrices: Tensor, x: Tensor) -> Tensor:
@@ -269,7 +275,7 @@ def _gain(
     site: Site,
     side: str,
     first: Tensor,
-    key: tuple[str | None, str | None],
+    key: Key,
     parameters: list[nn.Parameter],
     spread: float,
     limit: float | None,
@@ -283,7 +289,7 @@ def _gain(
         return None, None, float(first.median())
     H, D = first.shape
     raw = torch.cat([_random(site, side, spread, seed) for seed in range(5, 9)])  # [4 B, T, H, D]
-    n = NORMS[key](raw.double())[:, 0]  # [4 B, H, D]
+    n = normalized(raw.double(), key)[:, 0]  # [4 B, H, D]
 
     def ask() -> Tensor:
         return torch.cat([answers(site, side, part)[:, 0] for part in raw.split(site.batch)])
@@ -335,16 +341,16 @@ def _nudged(parameter: nn.Parameter, step: float) -> Iterator[None]:
             parameter[at] = before
 
 
-def _eps(
-    site: Site, side: str, key: tuple[str | None, str | None], spread: float, limit: float | None
-) -> tuple[float, str]:
+def _eps(site: Site, side: str, key: Key, spread: float, limit: float | None) -> tuple[float, str]:
     """eps and its place, from answers to ever smaller raw vectors. 0 if none was felt."""
     raw = _random(site, side, SMALL, 7)
-    full = answers(site, side, raw if spread == SMALL else 256 * raw)[:, 0]
-    rest = answers(site, side, 0 * raw)[:, 0].nan_to_num()
-    _, statistic = key
-    axes = {"head": (-1,), "full": (-2, -1), "heads": (-2,)}[statistic or "head"]
-    centered = raw.double()[:, 0]
+
+    def ask(factor: float) -> Tensor:
+        return by_share(answers(site, side, factor * raw)[:, 0], key)
+
+    full, rest = ask(1.0 if spread == SMALL else 256.0), ask(0.0).nan_to_num()
+    axes = axes_of(key)
+    centered = by_share(raw.double()[:, 0], key)
     if key[0] == "layer":
         centered = centered - centered.mean(axes, keepdim=True)
     size = centered.square().mean(axes, keepdim=True).sqrt()
@@ -355,9 +361,8 @@ def _eps(
     free = torch.ones_like(full) if limit is None else (full.abs() < limit * (1 - 1e-6)).double()
     span = ((full - rest) * free).square().sum(axes, keepdim=True)
     for c in SCALES:
-        answer = answers(site, side, c * raw)[:, 0]
-        ratio = ((answer - rest) * (full - rest) * free).sum(axes, keepdim=True) / span
-        if not bool(ratio.isfinite().all()):
+        ratio = ((ask(c) - rest) * (full - rest) * free).sum(axes, keepdim=True) / span
+        if not bool(ratio.isfinite().all()) or float(ratio.median()) < 0.01:
             break
         if 0.05 < float(ratio.median()) < 0.95:
             s = c * size

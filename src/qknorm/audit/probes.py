@@ -6,14 +6,16 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from qknorm.audit.findings import Finding, finding
 from qknorm.audit.site import Site
-from qknorm.audit.subject import DOCUMENTS, PADDING, Subject, output
+from qknorm.audit.subject import DOCUMENTS, Subject, output
+from qknorm.audit.trace import HIDDEN
 
 AGREE = {torch.float64: 1e-8, torch.float32: 2e-4}
 AGREE_LOW = 6e-2
@@ -28,6 +30,20 @@ def _other_token(tokens: Tensor) -> Tensor:
     """Another id that is in use, for every token."""
     ids = tokens.unique()
     return ids[(torch.searchsorted(ids, tokens) + 1) % len(ids)]
+
+
+def apart(found: Tensor, base: Tensor) -> Tensor:
+    """How far two outputs differ at each token, relative to the largest entry, in fp64: 0 where neither
+    is finite, infinite where one is."""
+    size = float(base.nan_to_num(0.0, 0.0, 0.0).abs().max()) or 1.0
+    rows = []
+    # Row by row: outputs may be logits over a large vocabulary.
+    for one, other in zip(torch.atleast_2d(found), torch.atleast_2d(base), strict=True):
+        difference = (one.double() - other.double()).abs().amax(-1) / size
+        finite = one.isfinite().all(-1), other.isfinite().all(-1)
+        unequal = torch.where(finite[0] == finite[1], 0.0, torch.inf)
+        rows.append(torch.where(finite[0] & finite[1], difference, unequal).cpu())
+    return torch.stack(rows)
 
 
 class Leaks:
@@ -47,9 +63,12 @@ class Leaks:
             if path == "decode":
                 continue  # a decoded token has no later ones
             base = s.run(path)
-            if base.shape[:2] != s.inputs[s.tokens].shape:
+            if base.dim() < 3 or base.shape[:2] != s.inputs[s.tokens].shape:
                 self.not_probed.append(f"leaks of {path}: its output has no row per token")
                 continue
+            real = s.real()
+            if not bool((base if real is None else base[real.to(base.device)]).isfinite().all()):
+                self.not_probed.append(f"leaks of {path}: its outputs are not finite")
             for what, size in self._of(path, base):
                 if size > MOVED:
                     yield path, what, size
@@ -60,32 +79,29 @@ class Leaks:
         tokens: Tensor = s.inputs[s.tokens]
         other = _other_token(tokens)
         T = tokens.shape[1]
-        size = float(base.abs().max())
-        real = torch.ones(tokens.shape, dtype=torch.bool)
-        padding, documents = s.name_of(PADDING), s.name_of(DOCUMENTS)
-        if padding is not None:
-            real = s.inputs[padding].bool().cpu()
+        known = s.real()
+        real = torch.ones(tokens.shape, dtype=torch.bool) if known is None else known
+        documents = s.name_of(DOCUMENTS)
+
+        def moved(changed: Tensor, among: Tensor) -> Tensor:
+            assert s.tokens is not None
+            return torch.where(among, apart(s.run(path, {s.tokens: changed}), base), 0.0)
+
         influence = {}
         for t in {T - 1, T // 2}:
             changed = tokens.clone()
             changed[:, t] = other[:, t]
-            moved = (s.run(path, {s.tokens: changed}) - base).abs().amax(-1).cpu() / size
-            influence[t] = torch.where(real, moved, 0.0)[:, :t]
+            influence[t] = moved(changed, real)[:, :t]
         hidden = torch.cat([(m <= MOVED).double().flatten() for m in influence.values()])
         if s.has_decode or float(hidden.mean()) > 0.5:
             yield "a later token", max(float(m.max()) for m in influence.values() if m.numel())
         if documents is not None:
             ids: Tensor = s.inputs[documents]
             changed = torch.where(ids == ids[:, :1], other, tokens)
-            moved = (s.run(path, {s.tokens: changed}) - base).abs().amax(-1).cpu() / size
-            yield (
-                "another document",
-                float(torch.where((ids != ids[:, :1]).cpu() & real, moved, 0.0).max()),
-            )
-        if padding is not None and not bool(real.all()):
+            yield "another document", float(moved(changed, (ids != ids[:, :1]).cpu() & real).max())
+        if not bool(real.all()):
             changed = torch.where(real.to(tokens.device), tokens, other)
-            moved = (s.run(path, {s.tokens: changed}) - base).abs().amax(-1).cpu() / size
-            yield "padding", float(torch.where(real, moved, 0.0).max())
+            yield "padding", float(moved(changed, real).max())
 
 
 def find_leaks(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
@@ -108,8 +124,7 @@ def find_disagreement(subject: Subject, not_probed: list[str]) -> Iterator[Findi
     """QK015: outputs of real tokens that differ between paths."""
     default, *others = subject.paths
     tolerance = AGREE.get(_dtype(subject), AGREE_LOW)
-    base = subject.run(default)
-    padding = subject.name_of(PADDING)
+    base, real = subject.run(default), subject.real()
     for path in others:
         try:
             found = subject.run(path)
@@ -119,11 +134,13 @@ def find_disagreement(subject: Subject, not_probed: list[str]) -> Iterator[Findi
         if found.shape != base.shape:
             not_probed.append(f"path {path} returns another shape than {default}")
             continue
-        apart = (found - base).abs().amax(-1) / base.abs().max()
-        if padding is not None and apart.shape == subject.inputs[padding].shape:
-            apart = torch.where(subject.inputs[padding].bool(), apart, 0.0)
-        worst = float(apart.max())
-        if not worst < tolerance:
+        difference = apart(found, base)
+        if real is not None and difference.shape == real.shape:
+            difference = torch.where(real, difference, 0.0)
+        worst = float(difference.max())
+        if worst == torch.inf:
+            yield finding("QK015", None, f"one of {path} and {default} is not finite", path=path)
+        elif worst >= tolerance:
             text = f"{path} and {default} differ by {worst:.1e} of the outputs' size"
             yield finding("QK015", None, text, difference=worst, path=path)
 
@@ -138,66 +155,147 @@ def is_relative(subject: Subject) -> float | None:
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     positions = positions if given is None else given
     base = subject.run(None, {name: positions})
-    return float((subject.run(None, {name: positions + 7}) - base).abs().max() / base.abs().max())
+    return float(apart(subject.run(None, {name: positions + 7}), base).max())
 
 
-def idle_parameters(subject: Subject, sites: list[Site], path: str) -> dict[nn.Parameter, str]:
-    """Parameters of attention, by layer path, on which the last token's output does not depend."""
-    candidates: dict[nn.Parameter, str] = {}
-    for site in sites:
-        module = subject.model.get_submodule(site.path)
-        for parameter in module.parameters():
+def _of_attention(subject: Subject, layers: Iterable[str]) -> dict[nn.Parameter, str]:
+    """Parameters of attention by layer path."""
+    found: dict[nn.Parameter, str] = {}
+    for path in layers:
+        for parameter in subject.model.get_submodule(path).parameters():
             if parameter.requires_grad and parameter.is_floating_point():
-                candidates.setdefault(parameter, site.path)
-    if not candidates:
-        return {}
-    with torch.enable_grad():
-        x = output(subject.paths[path](**subject.inputs))
-        x = x[:, -1] if x.dim() == 3 else x
-        weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x)
-        grads = torch.autograd.grad((x * weight).sum(), list(candidates), allow_unused=True)
-    return {
-        p: layer
-        for (p, layer), g in zip(candidates.items(), grads, strict=True)
-        if g is None or not bool(g.any())
-    }
+                found.setdefault(parameter, path)
+    return found
 
 
-def find_idle(subject: Subject, sites: list[Site], not_probed: list[str]) -> Iterator[Finding]:
-    """QK009: parameters that do nothing; QK013: sinks that do nothing on some path."""
+@dataclass(frozen=True)
+class _Slope:
+    """Of a gradient, whether it is there and not 0, and whether it is finite."""
+
+    moves: bool = False
+    is_finite: bool = True
+
+
+def _slopes(
+    subject: Subject, parameters: Iterable[nn.Parameter], path: str, rows: Tensor | None
+) -> dict[nn.Parameter, _Slope]:
+    """Of a random sum of the outputs of the last token, or of chosen rows `[B, T]`. Each gradient is
+    looked at and dropped: together they are as large as the attentions of the model."""
+    found = dict.fromkeys(parameters, _Slope())
+    own = {p: p.grad for p in found}
+
+    def look(p: Tensor) -> None:
+        assert isinstance(p, nn.Parameter)
+        assert p.grad is not None
+        found[p] = _Slope(bool(p.grad.any()), bool(p.grad.isfinite().all()))
+        p.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(look) for p in found]
+    try:
+        for p in found:
+            p.grad = None
+        with torch.enable_grad():
+            x = output(subject.paths[path](**subject.inputs))
+            if rows is not None:
+                x = x[rows.to(x.device)]
+            elif x.dim() == 3:
+                x = x[:, -1]
+            weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x)
+            torch.autograd.backward((x * weight).sum(), inputs=list(found))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for p, grad in own.items():
+            p.grad = grad
+    return found
+
+
+def blind_rows(site: Site, others: Tensor | None) -> Tensor | None:
+    """`[B, T]`, the tokens that see no key here, and those of other layers."""
+    logits = site.attention.logits
+    if logits is None:
+        return others
+    rows = (logits <= HIDDEN).all(-1).any(1).cpu()
+    return rows if others is None or others.shape != rows.shape else others | rows
+
+
+def find_poison(
+    subject: Subject, layers: Iterable[str], blind: Tensor | None, not_probed: list[str]
+) -> Iterator[Finding]:
+    """QK014: rows whose softmax is 0 / 0, since they see no key, and what they reach."""
+    if blind is None or not bool(blind.any()):
+        return
+    real = subject.real()
+    rows = ~blind if real is None or real.shape != blind.shape else ~blind & real
+    parameters = _of_attention(subject, layers)
     names = {p: name for name, p in subject.model.named_parameters()}
-    heads = {site.path: site.q_heads for site in sites}
-    shapes = {site.path: site.head_dim for site in sites}
-    default = next(iter(subject.paths))
-    last = sites[-1].path if sites else None
-    said: set[tuple[str, str]] = set()
     for path in subject.paths:
+        if path == "decode":
+            continue
+        base = subject.run(path)
+        if base.dim() < 3 or base.shape[:2] != rows.shape:
+            not_probed.append(f"rows that see no key, on {path}: its output has no row per token")
+            continue
+        what = f"on {path}, tokens that see no key make"
+        if not bool(base[rows.to(base.device)].isfinite().all()):
+            yield finding("QK014", None, f"{what} outputs of others NaN", path=path)
+            continue
         try:
-            idle = idle_parameters(subject, sites, path)
+            slopes = _slopes(subject, parameters, path, rows) if parameters else {}
         except RuntimeError as error:
             not_probed.append(f"gradients through {path}: {str(error).splitlines()[0][:200]}")
             continue
-        for parameter, layer in idle.items():
-            is_sink = parameter.numel() == heads[layer] and heads[layer] != shapes[layer]
+        spoilt = next((p for p, slope in slopes.items() if not slope.is_finite), None)
+        if spoilt is not None:
+            name = names[spoilt]
+            text = f"{what} the gradient of {name} NaN, though others alone are in the loss"
+            yield finding("QK014", parameters[spoilt], text, parameter=name, path=path)
+
+
+def find_idle(
+    subject: Subject, layers: Mapping[str, tuple[int, int]], not_probed: list[str]
+) -> Iterator[Finding]:
+    """QK009: parameters that do nothing; QK013: sinks that do nothing on some path.
+
+    `layers` holds heads and head width of each layer, the last at the end.
+    """
+    names = {p: name for name, p in subject.model.named_parameters()}
+    parameters = _of_attention(subject, layers)
+    default = next(iter(subject.paths))
+    # Under decoding an earlier layer acts through the cached keys too.
+    decoding = [p for p, layer in parameters.items() if layer in list(layers)[-1:]]
+    said: set[tuple[str, str]] = set()
+    for path in subject.paths if parameters else ():
+        try:
+            slopes = _slopes(subject, decoding if path == "decode" else parameters, path, None)
+        except RuntimeError as error:
+            not_probed.append(f"gradients through {path}: {str(error).splitlines()[0][:200]}")
+            continue
+        for parameter in (p for p, slope in slopes.items() if not slope.moves):
+            layer = parameters[parameter]
+            heads, width = layers[layer]
+            is_sink = parameter.numel() == heads and heads != width
             code = "QK013" if is_sink else "QK009"
             if code == "QK009" and path != default:
                 continue
-            if path == "decode" and layer != last:
-                continue  # an earlier layer acts through the cached keys
             if (code, layer) not in said:
                 said.add((code, layer))
                 text = f"{names[parameter]} moves no output on the path {path}"
                 yield finding(code, layer, text, parameter=names[parameter], path=path)
 
 
-def find_useless_clip(subject: Subject) -> Iterator[Finding]:
+def find_useless_clip(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
     """QK012: `model.qk_clip_(max_logit)` in a model whose norms undo it."""
     if not callable(getattr(subject.model, "qk_clip_", None)):
         return
     model = copy.deepcopy(subject.model)
     with torch.no_grad():
         before = output(model(**subject.inputs)).double()
-        model.qk_clip_(1e-3)  # type: ignore[operator]
+        try:
+            model.qk_clip_(1e-3)  # type: ignore[operator]
+        except Exception as error:  # it is another's, with other arguments
+            not_probed.append(f"qk_clip_ raised {type(error).__name__}: {str(error)[:200]}")
+            return
         weights = any(
             not torch.equal(a, b)
             for a, b in zip(model.parameters(), subject.model.parameters(), strict=True)

@@ -14,6 +14,7 @@ from qknorm.audit.site import Site
 from qknorm.audit.trace import HIDDEN, Attention
 
 EXACT = 1e-4  # the relative residual of a straight line
+FAR = 30.0  # standard deviation of raw entries that drives logits into any cap or clamp in use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class Scores:
         causal: no later token is seen.
         window: how many keys a query sees at most, itself included; None for all.
         sink: whether the softmax has one more column than there are keys.
+        has_bias: whether something is added that depends on neither q nor k.
     """
 
     scale: float | None
@@ -35,27 +37,46 @@ class Scores:
     causal: bool
     window: int | None
     sink: bool
+    has_bias: bool = False
 
 
 def read_scores(site: Site, *, normed: bool) -> Scores:
-    """Ask with random q and k."""
-    generator = torch.Generator().manual_seed(11)
+    """Ask with random q and k; where no norm bounds the logits, with far larger ones too."""
     spread = 1.0 if normed else 3.0
-    raw = [spread * torch.randn(site.raw_shape(side), generator=generator) for side in ("q", "k")]
-    with torch.no_grad():
-        attention = site.ask(site.compose(*raw))
+    attention = _ask(site, spread)
     if attention.logits is None:
         return Scores(scale=None, softcap=None, limit=None, causal=False, window=None, sink=False)
     logits, dots = attention.logits, products(attention)
     visible = logits > HIDDEN
     scale, softcap, limit = _line(dots[visible], logits[visible])
+    if not normed and scale is not None and softcap is None and limit is None:
+        far = _ask(site, FAR)
+        if far.logits is not None and far.logits.shape == logits.shape:
+            _, softcap, limit = _line(products(far)[visible], far.logits[visible])
     if scale is None:
         # A softmax does not mind what its rows are shifted by, such as their maximum.
         scale = _shifted_line(dots, logits, visible)
+    other = _ask(site, spread, seed=12) if scale is None else None
+    if other is not None and other.logits is not None and other.logits.shape == logits.shape:
+        # A bias of positions, as of ALiBi, is the same for other q and k.
+        scale = _shifted_line(dots - products(other), logits - other.logits, visible)
     causal, window = _mask(visible)
     return Scores(
-        scale=scale, softcap=softcap, limit=limit, causal=causal, window=window, sink=attention.sink
+        scale=scale,
+        softcap=softcap,
+        limit=limit,
+        causal=causal,
+        window=window,
+        sink=attention.sink,
+        has_bias=other is not None and scale is not None,
     )
+
+
+def _ask(site: Site, spread: float, seed: int = 11) -> Attention:
+    generator = torch.Generator().manual_seed(seed)
+    raw = [spread * torch.randn(site.raw_shape(side), generator=generator) for side in ("q", "k")]
+    with torch.no_grad():
+        return site.ask(site.compose(*raw))
 
 
 def products(attention: Attention) -> Tensor:

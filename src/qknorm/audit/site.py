@@ -4,21 +4,27 @@ The module around it is called again with what it was called with, and the outpu
 are replaced. Which of its products are the projections, and which of their columns belong to which
 head, is read from gradients at the first token, where RoPE turns nothing.
 
-Shapes: B batch, T tokens, H heads (Hq / Hk), D head width, N columns of a projection.
+Shapes: B batch, T tokens (Tq / Tk where keys are of another sequence), H heads (Hq / Hk), D head width,
+N columns of a projection.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qknorm.audit.trace import Attention, Frame, Trace, run
 
-MOST_DRAWS = 8
+SAMPLES = 128  # by which a column is told from thousands of others
+FEWEST_DRAWS = 16
+ALIKE = 0.5  # the least correlation of an entry with its column
 
 
 class NotUnderstoodError(Exception):
@@ -43,8 +49,13 @@ class Site:
         args, kwargs: what it was called with, in that dtype; original_arguments: in the model's own.
         q_heads, kv_heads, head_dim: Hq, Hk, D.
         key_heads: which of the heads of k as multiplied are distinct, `[Hk]`.
+        key_of: the distinct head of k that each head of q meets, `[Hq]`.
+        in_batch: how many heads were merged into the batch before they were multiplied.
         q, k: their columns.
         feeders: the products on which q, k or v depend directly.
+        tokens_of: how many rows each of them has for a sequence.
+        token_first: those whose rows are `[T, B]`.
+        outputs: of the feeders, `[B, T, N]`; shapes: as they came; parameters: their weights.
     """
 
     path: str
@@ -58,10 +69,15 @@ class Site:
     kv_heads: int = 0
     head_dim: int = 0
     key_heads: Tensor = field(default_factory=lambda: torch.zeros(0))
+    key_of: Tensor = field(default_factory=lambda: torch.zeros(0))
+    in_batch: int = 1
     q: Columns | None = None
     k: Columns | None = None
     feeders: list[int] = field(default_factory=list)
+    tokens_of: dict[int, int] = field(default_factory=dict)
+    token_first: set[int] = field(default_factory=set)
     outputs: dict[int, Tensor] = field(default_factory=dict)
+    shapes: dict[int, torch.Size] = field(default_factory=dict)
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)
 
     def columns(self, side: str) -> Columns:
@@ -72,17 +88,13 @@ class Site:
 
     def raw_shape(self, side: str) -> tuple[int, ...]:
         """`[B, T, H, D]` of what one side's columns hold."""
-        return (self.batch, self.tokens, *self.columns(side).column.shape)
+        x = self.attention.q if side == "q" else self.attention.k
+        return (self.batch, x.shape[2], *self.columns(side).column.shape)
 
     @property
     def batch(self) -> int:
         """B."""
         return self.attention.q.shape[0]
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return self.attention.q.shape[2]
 
     def ask(
         self, outputs: dict[int, Tensor] | None = None, *, module: nn.Module | None = None
@@ -90,8 +102,12 @@ class Site:
         """The attention, with these outputs `[B, T, N]` of products; the others are what they were."""
         chosen = self.outputs | (outputs or {})
 
-        def override(index: int, y: Tensor) -> Tensor:
-            return chosen[index].to(y).reshape(y.shape) if index in chosen else y
+        def override(index: int, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor:
+            if index not in chosen:
+                return compute()
+            cast = torch.is_autocast_enabled(parameter.device.type) or not parameter.is_floating_point()
+            x = chosen[index].to(compute() if cast else parameter)  # of its dtype, on its device
+            return (x.transpose(0, 1) if index in self.token_first else x).reshape(self.shapes[index])
 
         return self._run(override, module)
 
@@ -130,21 +146,21 @@ class Site:
             raise NotUnderstoodError(f"{self.path} attends only once when it is called again")
         if products is not None:
             products.update({one.index: one.parameter for one in trace.products})
-        return trace.attentions[self.occurrence]
+        attention = trace.attentions[self.occurrence]
+        _split_batch(attention, self.in_batch)
+        return attention
 
 
-def find_sites(attentions: list[Attention]) -> tuple[list[Site], dict[str, str]]:
-    """The sites of a run, and why others are none, by path."""
-    sites: list[Site] = []
-    refused: dict[str, str] = {}
+def find_sites(attentions: list[Attention], refused: dict[str, str]) -> Iterator[Site]:
+    """The sites of a run one by one, for each may hold a copy of its module; why others are none is
+    noted by path."""
     for attention in attentions:
         if attention.v is None:
             continue
         try:
-            sites.append(_site(attention, attentions))
+            yield _site(attention, attentions)
         except NotUnderstoodError as error:
             refused[attention.path] = str(error)
-    return sites, refused
 
 
 def _site(attention: Attention, attentions: list[Attention]) -> Site:
@@ -164,9 +180,10 @@ def _in_fp32(frame: Frame, occurrence: int, attention: Attention) -> Site:
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if dtypes & {torch.float16, torch.bfloat16}:
         module = copy.deepcopy(module).float()
-        args, kwargs = _wide(args), _wide(kwargs)
+        args, kwargs = _wide((args, kwargs))
     original = (frame.args, frame.kwargs)
-    return Site(frame.path, module, _detached(args), _detached(kwargs), original, occurrence, attention)
+    args, kwargs = _detached((args, kwargs))
+    return Site(frame.path, module, args, kwargs, original, occurrence, attention)
 
 
 def _map(value: Any, change: Any) -> Any:
@@ -183,19 +200,24 @@ def _map(value: Any, change: Any) -> Any:
 
 def _wide(value: Any) -> Any:
     low = (torch.float16, torch.bfloat16)
+    made: dict[int, Tensor] = {}
 
     def change(x: Tensor) -> Tensor:
         if x.dtype not in low:
             return x
-        wide = x.float()
-        # An additive mask hides by the lowest number of its dtype.
-        return wide.masked_fill(x == torch.finfo(x.dtype).min, torch.finfo(torch.float32).min)
+        if id(x) not in made:
+            # An additive mask hides by the lowest number of its dtype.
+            hides = x == torch.finfo(x.dtype).min
+            made[id(x)] = x.float().masked_fill(hides, torch.finfo(torch.float32).min)
+        return made[id(x)]
 
     return _map(value, change)
 
 
 def _detached(value: Any) -> Any:
-    return _map(value, lambda x: x.detach())
+    """What was one tensor stays one: modules ask whether their query is their key."""
+    made: dict[int, Tensor] = {}
+    return _map(value, lambda x: made.setdefault(id(x), x.detach()))
 
 
 @torch.enable_grad()
@@ -204,89 +226,125 @@ def _understand(site: Site) -> bool:
     leaves: dict[int, Tensor] = {}
     products: dict[int, nn.Parameter] = {}
 
-    def cut(index: int, y: Tensor) -> Tensor:
-        leaves[index] = y.detach().requires_grad_()
+    def cut(index: int, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor:
+        leaves[index] = compute().detach().requires_grad_()
         return leaves[index]
 
     attention = site._run(cut, products=products)
     q, k, v = attention.q, attention.k, attention.v
     assert v is not None
-    site.attention = attention
-    B, Hq, T, D = q.shape
-    distinct = _distinct_heads(k, v)
-    site.q_heads, site.kv_heads, site.head_dim, site.key_heads = Hq, len(distinct), D, distinct
     order = sorted(leaves)
     direct = [_gradients(x, [leaves[i] for i in order]) for x in (q, k, v)]
     if any(all(g is None for g in found) for found in direct[:2]):
         return False
     site.feeders = [i for i, *gs in zip(order, *direct, strict=True) if any(g is not None for g in gs)]
+    site.in_batch = _heads_in_batch(q, [leaves[i] for i in site.feeders])
+    _split_batch(attention, site.in_batch)
+    site.attention = attention
+    q, k, v = attention.q, attention.k, attention.v
+    assert v is not None
+    B, Hq, T, D = q.shape
+    site.key_heads, key_of = _distinct_heads(k, v)
+    site.key_of = key_of.repeat_interleave(Hq // len(key_of))
+    site.q_heads, site.kv_heads, site.head_dim = Hq, len(site.key_heads), D
+    of_query = {i for i, g in zip(order, direct[0], strict=True) if g is not None}
     for index in site.feeders:
         leaf = leaves[index].detach()
-        if leaf.numel() % (B * T):
+        site.tokens_of[index] = T if index in of_query else k.shape[2]
+        if leaf.numel() % (B * site.tokens_of[index]):
             raise NotUnderstoodError("its projections do not have one row per token")
-        site.outputs[index] = leaf.reshape(B, T, -1)
+        if _is_token_first(q, k, v, leaves[index]):
+            site.token_first.add(index)
+        site.shapes[index] = leaf.shape
+        site.outputs[index] = _rows(site, index, leaf)
         site.parameters[index] = products[index]
     feeding = [[i for i, g in zip(order, found, strict=True) if g is not None] for found in direct[:2]]
-    site.q, site.k = _columns(site, feeding, cut, leaves)
+    site.q, site.k = _columns(site, feeding)
     return True
 
 
-def _columns(
-    site: Site, feeding: list[list[int]], cut: Any, leaves: dict[int, Tensor]
-) -> tuple[Columns, Columns]:
-    """For q and k the column that moves each entry of the first token most, over several random draws:
-    an entry that a clamp holds fast in one is free in another."""
-    sizes: list[dict[int, Tensor]] = [{}, {}]
-    for draw in range(MOST_DRAWS):
-        generator = torch.Generator().manual_seed(draw)
-        spread = 1.0 if draw % 2 else 0.1
-
-        def random_cut(
-            index: int, y: Tensor, spread: float = spread, generator: torch.Generator = generator
-        ) -> Tensor:
-            if index in site.outputs:
-                y = spread * torch.randn(y.shape, generator=generator).to(y)
-            return cut(index, y)
-
-        attention = site._run(random_cut)
-        for side, x in enumerate((attention.q, attention.k[:, site.key_heads])):
-            _add_sizes(sizes[side], x, {i: leaves[i] for i in feeding[side]})
-        if draw >= 1:
-            found = [
-                _best(site, one, H) for one, H in zip(sizes, (site.q_heads, site.kv_heads), strict=True)
-            ]
-            if found[0] is not None and found[1] is not None:
-                return found[0], found[1]
-    raise NotUnderstoodError("the columns of its projections do not match the entries of its heads")
+def _heads_in_batch(q: Tensor, leaves: list[Tensor]) -> int:
+    """How many rows of the batch are heads of one sequence: q has one head, and several rows for each
+    sequence of its projections."""
+    B, H, T, _ = q.shape
+    for leaf in leaves:
+        sequences, rest = divmod(leaf.numel() // leaf.shape[-1], T)
+        if H > 1 or rest or not 0 < sequences < B or B % sequences:
+            continue
+        (grad,) = torch.autograd.grad(q[0].sum(), leaf, retain_graph=True, allow_unused=True)
+        if grad is not None and bool(grad.any()):
+            return B // sequences
+    return 1
 
 
-def _add_sizes(sizes: dict[int, Tensor], x_BHTD: Tensor, leaves: dict[int, Tensor]) -> None:
-    """Add the |gradient| of each entry of the first token by each column, `[H * D, N]`."""
-    B, _, T, _ = x_BHTD.shape
-    entries = x_BHTD[:, :, 0].sum(0).flatten()  # rows of the batch do not meet before attention
-    rows: dict[int, list[Tensor]] = {i: [] for i in leaves}
-    for entry in entries:
-        grads = torch.autograd.grad(entry, list(leaves.values()), retain_graph=True, allow_unused=True)
-        for (index, leaf), grad in zip(leaves.items(), grads, strict=True):
-            grad = torch.zeros_like(leaf) if grad is None else grad
-            rows[index].append(grad.reshape(B, T, -1)[:, 0].abs().mean(0))
-    for index, found in rows.items():
-        total = torch.stack(found)
-        total = total / total.max().clamp(min=1e-30)
-        sizes[index] = sizes[index] + total if index in sizes else total
+def _split_batch(attention: Attention, heads: int) -> None:
+    """Give an attention the axis of heads that its batch holds, heads side by side."""
+    if heads == 1:
+        return
+
+    def split(x: Tensor) -> Tensor:
+        return x.squeeze(1).unflatten(0, (-1, heads))
+
+    assert attention.v is not None
+    attention.q, attention.k, attention.v = map(split, (attention.q, attention.k, attention.v))
+    if attention.logits is not None:
+        attention.logits = split(attention.logits)
 
 
-def _best(site: Site, sizes: dict[int, Tensor], heads: int) -> Columns | None:
-    """The largest of each row; None if two entries share one."""
-    order = list(sizes)
-    ends = torch.tensor([sizes[i].shape[1] for i in order]).cumsum(0)
-    top = torch.cat([sizes[i] for i in order], 1).argmax(1)
-    if len(top.unique()) != len(top):
-        return None
-    place = torch.searchsorted(ends, top, right=True)
-    column = top - torch.where(place > 0, ends[(place - 1).clamp(min=0)], 0)
-    shape = (heads, site.head_dim)
-    return Columns(torch.tensor(order)[place].view(shape), column.view(shape))
+def _is_token_first(q: Tensor, k: Tensor, v: Tensor, leaf: Tensor) -> bool:
+    """Whether the second token of the first sequence is row 1 of B, and not row B."""
+    for x in (q, k, v):
+        B, _, T, _ = x.shape
+        if x.requires_grad and leaf.dim() >= 3 and leaf.shape[:2] == (T, B) and T > 1:
+            (grad,) = torch.autograd.grad(x[0, :, 1].sum(), leaf, retain_graph=True, allow_unused=True)
+            if grad is not None and bool(grad.any()):
+                return bool(grad[1, 0].any())
+    return False
+
+
+def _rows(site: Site, index: int, x: Tensor) -> Tensor:
+    """The output of a product, or its gradient, as `[B, T, N]`."""
+    if index in site.token_first:
+        return x.reshape(site.tokens_of[index], site.batch, -1).transpose(0, 1)
+    return x.reshape(site.batch, site.tokens_of[index], -1)
+
+
+@torch.no_grad()
+def _columns(site: Site, feeding: list[list[int]]) -> tuple[Columns, Columns]:
+    """For q and k the column with which each entry of the first token goes up and down most, whatever
+    else it depends on, while random columns are drawn: an entry of a norm with the column of its own, a
+    clamped one too. What differs from sequence to sequence and not from draw to draw is taken off."""
+    generator = torch.Generator().manual_seed(0)
+    raws: dict[int, list[Tensor]] = {i: [] for i in site.outputs}
+    answers: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for _ in range(max(FEWEST_DRAWS, math.ceil(SAMPLES / site.batch) + 1)):
+        drawn = {i: torch.randn(y.shape, generator=generator) for i, y in site.outputs.items()}
+        attention = site.ask(drawn)
+        for i, y in drawn.items():
+            raws[i].append(y[:, 0])
+        for answer, x in zip(answers, (attention.q, attention.k[:, site.key_heads]), strict=True):
+            answer.append(x[:, :, 0].flatten(1).float().nan_to_num())
+    found = []
+    for some, answer, heads in zip(feeding, answers, (site.q_heads, site.kv_heads), strict=True):
+        y = _centred(answer)
+        likeness = torch.cat([(y.mT @ _centred(raws[i])).abs() for i in some], 1)  # [H * D, all N]
+        best, top = likeness.max(1)
+        if float(best.min()) < ALIKE or len(top.unique()) != len(top):
+            raise NotUnderstoodError(
+                "the columns of its projections do not match the entries of its heads"
+            )
+        ends = torch.tensor([raws[i][0].shape[1] for i in some]).cumsum(0)
+        place = torch.searchsorted(ends, top, right=True)
+        column = top - torch.where(place > 0, ends[(place - 1).clamp(min=0)], 0)
+        shape = (heads, site.head_dim)
+        found.append(Columns(torch.tensor(some)[place].view(shape), column.view(shape)))
+    return found[0], found[1]
+
+
+def _centred(draws: list[Tensor]) -> Tensor:
+    """Draws `[B, N]` one below the other, without the mean of each sequence, of unit length."""
+    x = torch.stack(draws)
+    return F.normalize((x - x.mean(0)).flatten(0, 1), dim=0)
 
 
 @torch.enable_grad()
@@ -298,12 +356,20 @@ def _gradients(x: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
     return [g if g is not None and bool(g.any()) else None for g in found]
 
 
-def _distinct_heads(k: Tensor, v: Tensor) -> Tensor:
-    """The first of each run of equal heads: key heads that were repeated for their queries."""
+def _distinct_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of equal heads, repeated for their queries side by side or in turn, and which of these
+    each head is."""
     H = k.shape[1]
-    first = [0]
-    for head in range(1, H):
-        same_v = v.shape[1] == H and torch.equal(v[:, head], v[:, first[-1]])
-        if not (torch.equal(k[:, head], k[:, first[-1]]) and same_v):
+    first: list[int] = []
+    which = []
+    for head in range(H):
+
+        def is_same(other: int, head: int = head) -> bool:
+            same_v = v.shape[1] == 1 or (v.shape[1] == H and torch.equal(v[:, head], v[:, other]))
+            return same_v and torch.equal(k[:, head], k[:, other])
+
+        same = next((i for i, other in enumerate(first) if is_same(other)), len(first))
+        if same == len(first):
             first.append(head)
-    return torch.tensor(first)
+        which.append(same)
+    return torch.tensor(first), torch.tensor(which)

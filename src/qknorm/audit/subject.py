@@ -45,13 +45,24 @@ class Subject:
 
     def positions(self) -> str | None:
         """The name under which the model takes positions."""
-        names = inspect.signature(self.model.forward).parameters
-        return next((name for name in POSITIONS if name in names), None)
+        return next((name for name in POSITIONS if name in _arguments(self.model)), None)
+
+    def real(self) -> Tensor | None:
+        """Bool `[B, T]`, True for a token that is no padding; None if the inputs do not say."""
+        padding, documents = self.name_of(PADDING), self.name_of(DOCUMENTS)
+        if self.tokens is None or (padding is None and documents is None):
+            return None
+        real = torch.ones(self.inputs[self.tokens].shape, dtype=torch.bool)
+        if padding is not None and self.inputs[padding].shape == real.shape:
+            real = real & self.inputs[padding].bool().cpu()
+        if documents is not None and self.inputs[documents].shape == real.shape:
+            real = real & (self.inputs[documents] >= 0).cpu()
+        return real
 
     def run(self, path: str | None = None, changed: dict[str, Any] | None = None) -> Tensor:
-        """The output of one path, with some inputs changed, in fp64."""
+        """The output of one path, with some inputs changed."""
         call = self.paths[path or next(iter(self.paths))]
-        return output(call(**self.inputs | (changed or {}))).double()
+        return output(call(**self.inputs | (changed or {})))
 
 
 def output(value: Any) -> Tensor:
@@ -60,6 +71,15 @@ def output(value: Any) -> Tensor:
     if not found:
         raise ValueError("the model returns no floating tensor: nothing can be compared")
     return next((t for t in found if t.dim() >= 3), found[0])
+
+
+def called(model: nn.Module, call: Callable[[], Any]) -> Any:
+    """What a call of the model returns. Raises ValueError, with what it raised, if it does not work."""
+    try:
+        return call()
+    except Exception as error:
+        name = type(model).__name__
+        raise ValueError(f"{name} raised {type(error).__name__} when it was called: {error}") from error
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -127,10 +147,16 @@ def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
     if isinstance(inputs, Mapping):
         return dict(inputs)
     values = inputs if isinstance(inputs, tuple | list) else (inputs,)
-    names = list(inspect.signature(model.forward).parameters)
+    names = _arguments(model)
     if len(values) > len(names):
         raise ValueError(f"{len(values)} inputs for {type(model).__name__}, which takes {len(names)}")
     return dict(zip(names, values, strict=False))
+
+
+def _arguments(model: nn.Module) -> list[str]:
+    """Names, of a compiled model those of what was compiled."""
+    model = getattr(model, "_orig_mod", model)
+    return list(inspect.signature(model.forward).parameters)
 
 
 def _is_transformers(model: nn.Module) -> bool:
@@ -141,12 +167,16 @@ def _add_declared_paths(subject: Subject) -> None:
     """`model.paths()`, with the one first that the model itself takes."""
     declared: dict[str, Call] = dict(subject.model.paths())  # type: ignore[operator]
     with torch.no_grad():
-        own = output(subject.model(**subject.inputs))
-        same = [
-            name
-            for name, call in declared.items()
-            if name != "decode" and torch.equal(output(call(**subject.inputs)), own)
-        ]
+        own = output(called(subject.model, lambda: subject.model(**subject.inputs)))
+        same = [n for n, call in declared.items() if n != "decode" and _gives(call, subject, own)]
     first = same[0] if same else "forward"
     subject.paths = {first: subject.model} | {n: c for n, c in declared.items() if n != first}
     subject.has_decode = "decode" in declared
+
+
+def _gives(call: Call, subject: Subject, wanted: Tensor) -> bool:
+    try:
+        found = output(call(**subject.inputs))
+    except Exception:  # compared with the others, it will say so
+        return False
+    return found.shape == wanted.shape and torch.equal(found.nan_to_num(), wanted.nan_to_num())

@@ -8,18 +8,28 @@ Shapes: B batch, Hq query heads, Tq / Tk tokens, D / Dv head widths.
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from qknorm.ops.backends import by_definition
+
 HIDDEN = -1e3  # a logit below this is one that a mask has hidden
 
+# What `torch.jit.script` makes: a mode does not see that it is called.
+SCRIPTED: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+# Python functions that would keep from a mode what they call.
+COMPOSITE = (F.multi_head_attention_forward,)
 PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum")
 WITH_WEIGHTS = (*PRODUCTS, "linear", "addmm")
 
@@ -74,10 +84,11 @@ class _Score:
     """What is known of a tensor that comes from q.k."""
 
     attention: Attention
-    is_softmax: bool = False
+    stage: Literal["logits", "exp", "weights"] = "logits"
+    unshifted: Tensor | None = None  # logits before their rows were shifted, as by their maximum
 
 
-Override = Callable[[int, Tensor], Tensor]
+Override = Callable[[int, nn.Parameter, Callable[[], Tensor]], Tensor]
 
 
 class Trace(TorchFunctionMode):
@@ -85,9 +96,14 @@ class Trace(TorchFunctionMode):
 
     Args:
         model: whose parameters and modules are followed.
-        override: what to put in place of the output of a product with a parameter, from its number and
-            the output.
+        override: what to put in place of the output of a product with a parameter, from its number, the
+            parameter, and a function that computes the output.
         stop_after: end the run by `Stopped` once this many attentions have been seen.
+
+    Attributes:
+        products, attentions: in the order of the run.
+        opaque: operators of other libraries that may be attentions, by the path of their module.
+        replaced: backends of `qknorm.attention` for which its definition ran.
     """
 
     def __init__(
@@ -102,6 +118,8 @@ class Trace(TorchFunctionMode):
         self.stop_after = stop_after
         self.products: list[Product] = []
         self.attentions: list[Attention] = []
+        self.opaque: dict[str, str] = {}
+        self.replaced: set[str] = set()
         self._frames: list[Frame] = []
         self._parameters = {id(p): p for p in model.parameters()}
         self._scores: dict[int, _Score] = {}
@@ -111,15 +129,13 @@ class Trace(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in COMPOSITE:
+            with self:
+                return _opened(func)(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            attention = self._sdpa(*args, **kwargs)
-            out = func(*args, **kwargs)
-            self._done(attention)
-            return out
+            self._done(self._sdpa(*args, **kwargs))
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        out = func(*args, **kwargs)
-        if not isinstance(out, Tensor | tuple | list):
-            return out
         tensors = list(_tensors((args, tuple(kwargs.values()))))
         # Of a bias and a weight the weight is meant.
         parameter = max(
@@ -127,22 +143,28 @@ class Trace(TorchFunctionMode):
             key=lambda p: p.dim(),
             default=None,
         )
-        if parameter is not None and len(tensors) == 1 and isinstance(out, Tensor):
+        is_product = parameter is not None and parameter.dim() >= 2 and name in WITH_WEIGHTS
+        if parameter is not None and is_product and len(tensors) > 1:
+            return self._product(parameter, partial(func, *args, **kwargs))
+        out = func(*args, **kwargs)
+        if not isinstance(out, Tensor | tuple | list):
+            return out
+        if _may_hide_attention(func, tensors):
+            self.opaque[self._frames[-1].path if self._frames else ""] = str(func)
+        if parameter is not None and len(tensors) == 1:
             # A view of a weight, or weights computed from it, stands for it.
-            self._parameters[id(out)] = parameter
-            self._kept.append(out)
-        elif parameter is not None and parameter.dim() >= 2 and name in WITH_WEIGHTS:
-            return self._product(parameter, out)
-        elif name in PRODUCTS:
+            for part in _tensors(out):
+                self._parameters[id(part)] = parameter
+                self._kept.append(part)
+        elif name in PRODUCTS and isinstance(out, Tensor):
             self._activation_product(name, args, tensors, out)
         else:
             self._follow(name, tensors, out)
         return out
 
-    def _product(self, parameter: nn.Parameter, out: Tensor) -> Tensor:
+    def _product(self, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor:
         index = len(self.products)
-        if self.override is not None:
-            out = self.override(index, out)
+        out = compute() if self.override is None else self.override(index, parameter, compute)
         self.products.append(Product(index, parameter))
         return out
 
@@ -155,6 +177,8 @@ class Trace(TorchFunctionMode):
                 others = [t for t in tensors if id(t) not in self._scores]
                 if others:
                     score.attention.v = others[-1]
+                    if score.stage == "weights":
+                        _note_sink(score.attention, next(t for t in tensors if id(t) in self._scores))
                     self._done(score.attention)
             return
         operands = _operands(name, args, tensors)
@@ -165,13 +189,19 @@ class Trace(TorchFunctionMode):
         self._tag(out, _Score(attention))
 
     def _follow(self, name: str, tensors: list[Tensor], out: Any) -> None:
-        score = next((s for t in tensors if (s := self._scores.get(id(t))) is not None), None)
-        if score is None:
+        followed = next((t for t in tensors if id(t) in self._scores), None)
+        if followed is None:
             return
-        if ("softmax" in name or name in ("exp", "exp_")) and not score.is_softmax:
-            scores = next(t for t in tensors if id(t) in self._scores)
-            _set_logits(score.attention, scores)
-            score = _Score(score.attention, is_softmax=True)
+        score = self._scores[id(followed)]
+        attention = score.attention
+        if score.stage == "logits" and ("softmax" in name or name in ("exp", "exp_")):
+            _set_logits(attention, followed if score.unshifted is None else score.unshifted)
+            score = _Score(attention, "weights" if "softmax" in name else "exp")
+        elif score.stage == "exp" and "div" in name:
+            score = _Score(attention, "weights")
+        elif score.stage == "logits":
+            is_shift = "sub" in name and len(tensors) == 2 and tensors[1].shape[-1:] == (1,)
+            score = _Score(attention, unshifted=followed if is_shift else None)
         for result in _tensors(out):
             if result.is_floating_point():
                 self._tag(result, score)
@@ -221,6 +251,30 @@ class Trace(TorchFunctionMode):
             raise Stopped
 
     @contextmanager
+    def scripted(self) -> Iterator[None]:
+        """Follow tensors through scripted functions too, whose own operators stay unseen."""
+        calls = [kind.__call__ for kind in SCRIPTED]
+
+        def seen(call: Any) -> Any:
+            def wrapper(function: Any, *args: Any, **kwargs: Any) -> Any:
+                out = call(function, *args, **kwargs)
+                tensors = list(_tensors((args, tuple(kwargs.values()))))
+                if _may_hide_attention(function, tensors):
+                    self.opaque[self._frames[-1].path if self._frames else ""] = function.name
+                self._follow("", tensors, out)
+                return out
+
+            return wrapper
+
+        try:
+            for kind, call in zip(SCRIPTED, calls, strict=True):
+                kind.__call__ = seen(call)
+            yield
+        finally:
+            for kind, call in zip(SCRIPTED, calls, strict=True):
+                kind.__call__ = call
+
+    @contextmanager
     def modules(self) -> Iterator[None]:
         """Note which modules run."""
         handles = []
@@ -243,6 +297,30 @@ class Trace(TorchFunctionMode):
 
 class Stopped(Exception):  # noqa: N818 - not an error
     """The run was ended on purpose."""
+
+
+def _opened(function: Any) -> Callable[..., Any]:
+    """The same function, which no longer asks whether somebody wants to handle it."""
+    blind = dict.fromkeys(
+        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"),
+        lambda *_: False,
+    )
+    opened = types.FunctionType(
+        function.__code__, function.__globals__ | blind, function.__name__, function.__defaults__
+    )
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+def _may_hide_attention(func: Any, tensors: list[Tensor]) -> bool:
+    """Whether this is an operator from outside torch, or scripted, that takes three activations."""
+    if isinstance(func, HigherOrderOperator):
+        return True
+    if not isinstance(func, (OpOverload, OpOverloadPacket, *SCRIPTED)):
+        return False
+    name = str(func)
+    wide = [t for t in tensors if t.is_floating_point() and t.dim() >= 3]
+    return not name.startswith(("aten", "prim")) and len(wide) >= 3
 
 
 def four(x: Tensor) -> Tensor:
@@ -297,7 +375,32 @@ def _set_logits(attention: Attention, scores: Tensor) -> None:
     if scores.dim() < 3 or scores.shape[-2] != Tq or scores.shape[-1] < Tk:
         return
     attention.sink = scores.shape[-1] > Tk
-    attention.logits = four(scores)[..., :Tk].double()
+    logits = four(scores).double()
+    attention.logits = logits[..., -Tk:] if _keys_come_last(attention, logits) else logits[..., :Tk]
+
+
+def _note_sink(attention: Attention, weights: Tensor) -> None:
+    """The weights of a row that sees a key sum to 1, unless a sink has the rest."""
+    if weights.shape[-1] != attention.k.shape[-2]:
+        return
+    sums = weights.detach().double().sum(-1)
+    rounding = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 3e-2
+    attention.sink |= bool(((sums > 0) & (sums < 1 - rounding)).any())
+
+
+def _keys_come_last(attention: Attention, scores: Tensor) -> bool:
+    """Whether the columns that are no keys come first: which of both ends goes up and down with q.k."""
+    Tk = attention.k.shape[-2]
+    if scores.shape[-1] == Tk:
+        return False
+    dots = four(attention.q.detach().double() @ attention.k.detach().double().mT)
+
+    def likeness(logits: Tensor) -> float:
+        visible = logits > HIDDEN
+        pairs = torch.stack((dots[visible], logits[visible]))
+        return float(pairs.corrcoef()[0, 1]) if pairs.shape[1] > 1 else 0.0
+
+    return likeness(scores[..., -Tk:]) > likeness(scores[..., :Tk])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -308,9 +411,21 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+@contextmanager
+def plainly() -> Iterator[set[str]]:
+    """Nothing compiled runs, and our own operator by its definition; yields which backends did not run.
+
+    What is compiled, or a kernel, shows nothing. The price: a formula that is read back is that of the
+    plain code, so what really runs has to be compared with it, as one path with another.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # nothing is compiled where it was never imported
+    with dynamo.set_stance("force_eager") if dynamo else nullcontext(), by_definition() as replaced:
+        yield replaced
+
+
 def run(trace: Trace, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a module under a trace; None if the trace ended the run."""
-    with trace.modules(), trace:
+    with plainly() as trace.replaced, trace.modules(), trace.scripted(), trace:
         try:
             return module(*args, **kwargs)
         except Stopped:

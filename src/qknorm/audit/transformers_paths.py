@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +75,9 @@ def _with_implementation(model: Any, name: str, current: str) -> Any:
 
 
 def _decode(model: Any) -> Any:
+    # The argument and the output have a new name since transformers 5.2x.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
     def call(**inputs: Any) -> Tensor:
         """A prefill of the first half, then one token at a time."""
         inputs = {k: v for k, v in inputs.items() if k != "use_cache"}
@@ -84,10 +88,9 @@ def _decode(model: Any) -> Any:
         cache, pieces = None, []
         for begin, end in [(0, first), *((t, t + 1) for t in range(first, T))]:
             mask = {} if padding is None else {"attention_mask": padding[:, :end]}
-            out = model(
-                input_ids=tokens[:, begin:end], past_key_values=cache, use_cache=True, **mask, **inputs
-            )
-            cache = out.past_key_values
+            cached = {name: cache, "use_cache": True}
+            out = model(input_ids=tokens[:, begin:end], **cached, **mask, **inputs)
+            cache = getattr(out, name)
             pieces.append(out.logits)
         return torch.cat(pieces, 1)
 

@@ -81,7 +81,7 @@ def _of_layer(name: str, layer: Layer) -> Iterator[Finding]:
         low, high = float(gain.min()), float(gain.max())
         if layer.rows.get(side) == gain.numel() and gain.dim() == 1 and _is_full(layer, side):
             yield finding("QK004", name, f"the gain of {side} is as wide as the whole projection")
-        if low == high and low in (0.0, 1.0):
+        if low == high and (gain.numel() > 1 or low in (0.0, 1.0)):
             yield finding("QK020", name, f"every gain of {side} is stored as {low:g}", value=low)
         elif high < 0.2 and low >= 0:
             text = f"gains of {side} are between {low:.2g} and {high:.2g}: stored as 1 + w, or decayed"

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 import qknorm
-from qknorm.audit import SEVERITIES, Finding, Report
+from qknorm.audit import SEVERITIES, Report
 from qknorm.audit import audit as run_audit
-from qknorm.audit.findings import plain_formula
 from qknorm.audit.sarif import to_sarif
+from qknorm.audit.summary import COLUMNS, grouped, layer_kinds, places, verdict
 from qknorm.audit.targets import load
 from qknorm.audit.weights import audit_weights
 from qknorm.cli import options as o
+from qknorm.cli.audit_page import to_html
 from qknorm.cli.console import complain, out, print_json
 
 STYLES = {"info": "cyan", "warning": "yellow", "error": "bold red"}
@@ -46,6 +47,7 @@ def audit(
         typer.Option("--weights-only", help="Of a GGUF file: look at names and gains, run nothing."),
     ] = False,
     sarif: Annotated[Path | None, typer.Option(help="Also write SARIF to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write one offline HTML page.")] = None,
     as_json: o.AsJson = False,
 ) -> int:
     """Find the invisible mistakes of QK-norm in a model, by probing it.
@@ -67,6 +69,8 @@ def audit(
     if sarif is not None:
         sarif.write_text(json.dumps(to_sarif(report, target, qknorm.__version__), indent=2) + "\n")
     found = report.at_least(fail_on)
+    if html is not None:
+        html.write_text(to_html(report, target, len(found)), encoding="utf-8")
     if as_json:
         print_json({"target": target, "fail_on": fail_on, "passed": not found} | report.to_json())
     else:
@@ -87,13 +91,11 @@ def _declared(text: str) -> tuple[str, str]:
 def show(report: Report, target: str, failing: int) -> None:
     """Verdict first, then findings, formulas, and what was and was not done."""
     style = "bold red" if failing else "bold green"
-    verdict = f"{failing} findings" if failing else "nothing found"
-    out.print(Text.assemble((f"{target}: {verdict}", style)), soft_wrap=True)
-    for group in _grouped(report.findings):
+    out.print(Text(verdict(target, failing), style=style), soft_wrap=True)
+    for group in grouped(report.findings):
         one = group[0]
-        where = _places(group)
         head = Text.assemble(
-            (f"{one.code} {one.severity}", STYLES[one.severity]), f"  {one.message}{where}"
+            (f"{one.code} {one.severity}", STYLES[one.severity]), f"  {one.message}{places(group)}"
         )
         out.print(head, soft_wrap=True)
         if one.severity != "info":
@@ -101,67 +103,10 @@ def show(report: Report, target: str, failing: int) -> None:
     for one, reason in report.suppressed:
         out.print(Text(f"{one.code} suppressed: {reason}", style="dim"), soft_wrap=True)
     if report.formulas:
-        out.print(_formulas(report))
+        table = Table(*COLUMNS, box=None, pad_edge=False, header_style="dim")
+        for row in layer_kinds(report):
+            table.add_row(*row)
+        out.print(table)
     out.print(Text("probed: " + "; ".join(report.exercised), style="dim"), soft_wrap=True)
     for sentence in report.not_probed:
         out.print(Text(f"not probed: {sentence}", style="yellow"), soft_wrap=True)
-
-
-def _grouped(findings: list[Finding]) -> list[list[Finding]]:
-    """The same finding of many layers together."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
-    for one in findings:
-        key = (one.code, one.message if one.layer is None or one.code != "QK022" else "")
-        groups.setdefault(key, []).append(one)
-    return list(groups.values())
-
-
-def _places(group: list[Finding]) -> str:
-    layers = [one.layer for one in group if one.layer is not None]
-    if not layers:
-        return ""
-    return f" ({layers[0]}" + (f" and {len(layers) - 1} more layers)" if len(layers) > 1 else ")")
-
-
-def _formulas(report: Report) -> Table:
-    """One line per kind of layer."""
-    kinds: dict[str, list[str]] = {}
-    rows: dict[str, dict[str, Any]] = {}
-    for path, formula in report.formulas.items():
-        plain = {k: v for k, v in plain_formula(formula).items() if not k.endswith("_range")}
-        key = str(
-            {
-                k: round(v, 3) if isinstance(v, float) and k != "eps" else v
-                for k, v in plain.items()
-                if k != "eps"
-            }
-        )
-        kinds.setdefault(key, []).append(path)
-        rows.setdefault(key, plain)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("layers", "norm", "over", "gain", "eps", "order", "RoPE", "scale", "heads", "mask"):
-        table.add_column(title)
-    for key, paths in kinds.items():
-        f = rows[key]
-        norms = f["q_norm"] if f["q_norm"] == f["k_norm"] else f"q {f['q_norm']}, k {f['k_norm']}"
-        gains = f["gain"] if f["gain"] == f["k_gain"] else f"q {f['gain']}, k {f['k_gain']}"
-        mask = ["causal"] if f["causal"] else []
-        if f["window"] is not None:
-            mask.append(f"window {f['window']}")
-        if f["sink"]:
-            mask.append("sink")
-        if f["softcap"] is not None:
-            mask.append(f"cap {f['softcap']:.3g}")
-        table.add_row(
-            str(len(paths)),
-            str(norms),
-            str(f["statistic"]),
-            str(gains),
-            "-" if f["eps"] is None else f"{f['eps']:.1e} {f['eps_place']}",
-            str(f["order"]),
-            "-" if f["rope"] is None else f"{f['rope']} {f['rotary_width']}",
-            "?" if f["scale"] is None else f"{f['scale']:.4g}",
-            f"{f['q_heads']}/{f['kv_heads']} x {f['head_dim']}",
-            ", ".join(mask) or "-",
-        )
-    return table

@@ -241,4 +241,5 @@ def _sample(Tq: int, rows: int, device: torch.device) -> Tensor | None:
         raise ValueError(f"rows must be at least 1; got {rows}. Use rows=None for all.")
     if rows >= Tq:
         return None
-    return (Tq - 1 - torch.linspace(0, Tq - 1, rows).round().long()).flip(0).to(device)
+    steps = torch.arange(rows, device=device) * (Tq - 1) // max(rows - 1, 1)
+    return Tq - 1 - steps.flip(0)

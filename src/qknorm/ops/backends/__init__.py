@@ -56,6 +56,8 @@ def _refuses_to_compose(case: Case) -> str | None:
         return "causal masks with fewer queries than keys"
     if case.dtype == torch.float32:
         return "float32 inputs"
+    if case.head_dim != case.value_dim or case.head_dim % 8:
+        return "values of another width, or widths that 8 does not divide"
     return triton.refuses(case)
 
 

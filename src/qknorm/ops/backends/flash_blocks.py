@@ -10,11 +10,10 @@ Shapes: q [B, Hq, n, D]; k [B, Hk, m, D]; v [B, Hk, m, Dv]; bias [1 or B, 1, n, 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 from qknorm import spec
 
@@ -34,9 +33,7 @@ def uses_flash(q: Tensor, k: Tensor) -> bool:
     return bool(torch.isfinite(q.sum(dtype=wide) + k.sum(dtype=wide)))
 
 
-def cuda_kernel(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
-) -> Literal["cudnn", "flash"] | None:
+def cuda_kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> str | None:
     """Which of torch's kernels for NVIDIA serves this block, as torch itself would say."""
     if q.device.type != "cuda" or bias is not None or torch.version.hip is not None:
         return None
@@ -44,10 +41,14 @@ def cuda_kernel(
         return None
     if min(q.numel(), k.numel()) == 0:
         return None
-    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
-    if torch.backends.cuda.can_use_cudnn_attention(parameters):
-        return "cudnn"
-    return "flash" if torch.backends.cuda.can_use_flash_attention(parameters) else None
+    # Asked as if gradients were wanted: inside an operator nothing tells, and a kernel that has no
+    # backward for this width must not run the forward.
+    with torch.cuda.device(q.device), torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        choice = torch._fused_sdp_choice(*leaves, None, 0.0, causal, enable_gqa=q.shape[1] != k.shape[1])
+    return {SDPBackend.CUDNN_ATTENTION: "cudnn", SDPBackend.FLASH_ATTENTION: "flash"}.get(
+        SDPBackend(choice)
+    )
 
 
 def _cuda_forward(
@@ -76,6 +77,8 @@ def _cuda_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
+    # Plans of older releases are kept by the strides of q, k and v alone.
+    d_out = d_out.contiguous()
     lengths = (None, None, q.shape[2], k.shape[2], 0.0, causal)
     if kernel == "cudnn":
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -90,6 +93,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """out `[B, Hq, n, Dv]` and lse `[B, Hq, n]`; rows that see nothing hold unspecified values."""
+    if scale < 0:  # hidden scores are -inf before the kernels multiply them
+        q, scale = -q, -scale
     if (kernel := cuda_kernel(q, k, v, bias, causal)) is not None:
         return _cuda_forward(kernel, q, k, v, causal, scale)
     if not uses_flash(q, k):
@@ -114,6 +119,9 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv for P = exp(s - lse) and delta = rowsum(d_out * out), whatever out and lse are."""
+    if scale < 0:
+        dq, dk, dv = backward(d_out, -q, k, v, out, lse, bias, causal, -scale)
+        return -dq, dk, dv
     if (kernel := cuda_kernel(q, k, v, bias, causal)) is not None:
         return _cuda_backward(kernel, d_out, q, k, v, out, lse, causal, scale)
     if not uses_flash(q, k):

@@ -1,7 +1,7 @@
 """Norm, RoPE, attention and statistics in Triton kernels for NVIDIA, forward and backward.
 
-`tiles` holds the sizes, `launch` turns tensors into launches, `op` registers the operators, `kernels`
-are the kernels. Nothing here imports Triton before a call needs it.
+`tiles` holds the sizes, `problem` is a call as the kernels take it, `launch` runs it, `op` registers
+the operators, `kernels` are the kernels. Nothing here imports Triton before a call needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qknorm.ops.backends.triton.op import prepare as prepare
 from qknorm.ops.backends.triton.tiles import MAX_WIDTH
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_GRID = 65_535  # second and third axis of a launch
+MAX_GRID = 65_535  # second and third axis of a launch; norm and RoPE run the heads of q and k in one
 
 
 def interprets() -> bool:
@@ -50,7 +50,7 @@ def refuses(case: Case) -> str | None:
         return f"{str(case.dtype).removeprefix('torch.')} inputs"
     if max(case.head_dim, case.value_dim) > MAX_WIDTH:
         return f"heads wider than {MAX_WIDTH}"
-    if max(case.batch, case.heads) > MAX_GRID:
+    if max(case.batch, 2 * case.heads) > MAX_GRID:
         return f"more than {MAX_GRID} rows of a batch or heads"
     if case.sink_by_row:
         return "sinks whose logit differs by query"

@@ -5,10 +5,8 @@ Shapes: q [B, Hq, Tq, D]; k [B, Hk, Tk, D]; v [B, Hk, Tk, V]; any strides with a
 
 from __future__ import annotations
 
-import functools
-import math
+import contextlib
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,8 +25,8 @@ from qknorm.ops.backends.triton.kernels import (
 from qknorm.ops.backends.triton.kernels.forward import attention_forward
 from qknorm.ops.backends.triton.kernels.logit_stats import logit_stats_rows
 from qknorm.ops.backends.triton.kernels.prep import prep_backward, prep_forward
+from qknorm.ops.backends.triton.problem import LOG2E, Problem
 
-LOG2E = math.log2(math.e)
 LAYOUTS = {None: 0, "half": 1, "interleaved": 2}
 NONE, HEADS, ROWS = range(3)
 
@@ -37,150 +35,20 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """A call as the kernels take it: unit last strides, fp32 gains and tables, ids."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_gain: Tensor | None = None
-    k_gain: Tensor | None = None
-    sink: Tensor | None = None
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    query_ids: Tensor | None = None
-    key_ids: Tensor | None = None
-    layout: str | None = None
-    causal: bool
-    window: int | None
-    eps: float = 1e-6
-    scale: float
-
-    @staticmethod
-    def of(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_gain: Tensor | None,
-        k_gain: Tensor | None,
-        sink: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        documents: Tensor | None,
-        key_padding: Tensor | None,
-        layout: str | None,
-        causal: bool,
-        window: int | None,
-        eps: float,
-        scale: float,
-    ) -> Problem:
-        """From the arguments of the operators."""
-        query_ids, key_ids = _ids(q, k, documents, key_padding)
-
-        def small(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.detach().float().contiguous()
-
-        return Problem(
-            **{n: x if x.stride(-1) == 1 else x.contiguous() for n, x in (("q", q), ("k", k), ("v", v))},
-            q_gain=small(q_gain),
-            k_gain=small(k_gain),
-            sink=small(sink),
-            cos=small(cos),
-            sin=small(sin),
-            query_ids=query_ids,
-            key_ids=key_ids,
-            layout=layout,
-            causal=causal,
-            # A window past both ends is as good as one that just covers them, and cannot overflow.
-            window=None if window is None else min(window, q.shape[2] + k.shape[2]),
-            eps=eps,
-            scale=scale,
+def _launch(
+    kernel: Any, grid: tuple[int, ...], tiles: t.Tiles, first: Tensor, *args: Any, **constants: Any
+) -> None:
+    """On the device of the first tensor, which need not be the current one. FP fusion by name: its
+    default changes between releases of Triton."""
+    on_cuda = first.device.type == "cuda"
+    with torch.cuda.device(first.device) if on_cuda else contextlib.nullcontext():
+        kernel[grid](
+            *(first, *args),
+            **constants,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            enable_fp_fusion=True,
         )
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """B, Hq, Hk, Tq, Tk, D, V."""
-        B, Hq, Tq, D = self.q.shape
-        _, Hk, Tk, V = self.v.shape
-        return B, Hq, Hk, Tq, Tk, D, V
-
-    @property
-    def mask(self) -> dict[str, Any]:
-        """What every kernel of attention takes of it."""
-        return {
-            "CAUSAL": self.causal,
-            "WINDOW": self.window is not None,
-            "IDS": self.key_ids is not None,
-        }
-
-    @property
-    def rotary_width(self) -> int:
-        """R; 2 without RoPE, which nothing reads."""
-        return 2 if self.cos is None else 2 * self.cos.shape[-1]
-
-    @cached_property
-    def log2_scale(self) -> float:
-        """c with its sign."""
-        return self.scale * LOG2E
-
-    @property
-    def rows_of_batch(self) -> int:
-        """1 where every row of the batch has the same mask, else B."""
-        return 1 if self.key_ids is None else self.q.shape[0]
-
-    def is_prepared(self) -> bool:
-        """Whether q and k are what is multiplied."""
-        return self.q_gain is None and self.k_gain is None and self.cos is None
-
-    def tiles(self, kernel: str) -> t.Tiles:
-        """The tile sizes of a kernel for it."""
-        width = max(self.q.shape[-1], self.v.shape[-1])
-        is_fp32 = self.q.dtype == torch.float32
-        return t.tiles(kernel, width, is_fp32=is_fp32, architecture=_architecture(self.q.device))
-
-    def blocks(self) -> dict[str, int]:
-        """Rounded widths."""
-        return {"BLOCK_D": t.block(self.q.shape[-1]), "BLOCK_V": t.block(self.v.shape[-1])}
-
-    def rope_stride(self) -> int:
-        """From one row of the batch to the next, of cos and sin."""
-        if self.cos is None or self.cos.dim() == 2 or self.cos.shape[0] == 1:
-            return 0
-        return self.cos.stride(0)
-
-
-def _ids(
-    q: Tensor, k: Tensor, documents: Tensor | None, key_padding: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """int64 ids `[B, Tq]` and `[B, Tk]`: a pair is visible if they are equal and not negative."""
-    if documents is None and key_padding is None:
-        return None, None
-    B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]
-    if documents is None:
-        keys = torch.zeros(B, Tk, dtype=torch.int64, device=q.device)
-        queries = torch.zeros(B, Tq, dtype=torch.int64, device=q.device)
-    else:
-        keys = documents.long().clamp(min=-1)
-        queries = keys[:, Tk - Tq :].contiguous()
-    if key_padding is not None:
-        keys = torch.where(key_padding, keys, -1)
-    return queries, keys.contiguous()
-
-
-@functools.cache
-def _architecture(device: torch.device) -> int:
-    """Of the interpreter: any."""
-    if device.type != "cuda":
-        return 90
-    return t.architecture(torch.cuda.get_device_capability(device))
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], tiles: t.Tiles, *args: Any, **constants: Any) -> None:
-    """FP fusion by name: its default changes between releases of Triton."""
-    kernel[grid](
-        *args, **constants, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True
-    )
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
@@ -277,7 +145,7 @@ def _signed_counts(p: Problem, tokens: Tensor | None = None) -> Tensor:
     assert p.query_ids is not None
     assert p.key_ids is not None
     B, _, _, Tq, Tk, *_ = p.sizes
-    tiles = t.Tiles(64, 128, 4, 1)
+    tiles = t.Tiles(64, 64, 4, 1)
     counts = torch.empty(B, Tq, dtype=torch.int32, device=p.q.device)
     ranges = _ranges(p.query_ids, p.key_ids, tiles.rows)
     _launch(
@@ -335,15 +203,32 @@ class _Wanted:
 
     def finish(self) -> Statistics:
         """Add the parts in their order."""
-        B = self.p.q.shape[0]
-        signed = _counts_by_position(self.p) if self.counts is None else self.counts
-        times = B if self.counts is None else 1
-        counts = torch.stack([(signed > 0).sum(), (signed > 1).sum()]) * times
+        p, wants_rows = self.p, self.stats == ROWS
+        counts = _counted_by_position(p) if self.counts is None else None
+        visible = self.heads.new_empty(0, dtype=torch.int64)
+        if counts is None or wants_rows:
+            signed = _counts_by_position(p) if self.counts is None else self.counts
+            if counts is None:
+                times = p.q.shape[0] if self.counts is None else 1
+                counts = torch.stack([(signed > 0).sum(), (signed > 1).sum()]) * times
+            if wants_rows:
+                visible = torch.where(signed < 0, -1 - signed, signed).long()
         heads = torch.cat([self.heads[:1].amax(1), self.heads[1:].sum(1)])
-        visible = torch.where(signed < 0, -1 - signed, signed).long()
-        return Statistics(
-            heads, counts, self.rows, visible if self.stats == ROWS else visible.new_empty(0)
-        )
+        return Statistics(heads, counts, self.rows, visible)
+
+
+def _counted_by_position(p: Problem) -> Tensor | None:
+    """Rows that see a key and rows that see two, int64 `[2]`, where that follows from the sizes."""
+    if p.window is not None and not (p.causal and p.window > 1):
+        return None
+    B, _, _, Tq, Tk, *_ = p.sizes
+    counts = p.q.new_empty(2, dtype=torch.int64)
+    for i, least in enumerate((1, 2)):
+        rows = Tq if Tk >= least else 0
+        if p.causal:
+            rows = min(rows, max(0, Tk - least + 1))
+        counts[i].fill_(B * rows)  # a kernel, where a copy from the host would wait
+    return counts
 
 
 # -- attention
@@ -436,8 +321,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k, v, both gains and the sink."""
     B, Hq, Hk, Tq, Tk, D, V = p.sizes
-    dq, dk, dv = (x.new_zeros(x.shape) for x in (p.q, p.k, p.v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (p.q, p.k, p.v))
     if Tk == 0 or lse.numel() == 0:
+        for x in (dq, dk, dv):
+            x.zero_()
         q_gain, k_gain, sink = (
             None if x is None else torch.zeros_like(x) for x in (p.q_gain, p.k_gain, p.sink)
         )
@@ -488,7 +375,7 @@ def logit_stats(
     causal: bool,
     window: int | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """See `qknorm::logit_stats`: row maximum, log of the sum, entropy, visible keys."""
     p = Problem.of(
         *(
@@ -514,12 +401,13 @@ def logit_stats(
     if tokens is not None and p.key_ids is not None:
         # The query's own document, without the padding of its key.
         own = p.key_ids if documents is None else documents.long().clamp(min=-1)
-        ids = own[:, tokens].contiguous() if documents is not None else torch.zeros_like(own[:, :Tq])
+        ids = own[:, tokens].contiguous() if documents is not None else own.new_zeros(B, Tq)
         p = replace(p, query_ids=ids)
     if Tk == 0 or rows.numel() == 0:
         rows[:2] = -torch.inf
         rows[2] = 0.0
-        return rows[0], rows[1], rows[2], rows.new_zeros(p.rows_of_batch, Tq, dtype=torch.int64)
+        visible = rows.new_zeros(p.rows_of_batch, Tq, dtype=torch.int64)
+        return *(x.clone() for x in rows), visible
     tiles = p.tiles("logit_stats")
     _launch(
         logit_stats_rows, (_cdiv(Tq, tiles.rows), Hq, B), tiles,
@@ -531,4 +419,4 @@ def logit_stats(
     )  # fmt: skip
     signed = _counts_by_position(p, tokens) if p.key_ids is None else _signed_counts(p, tokens)
     visible = torch.where(signed < 0, -1 - signed, signed).long()
-    return rows[0], rows[1], rows[2].clamp_(min=0.0), visible
+    return *(x.clone() for x in rows), visible  # an operator returns no views of one buffer

@@ -211,7 +211,11 @@ def _prepare(*arguments: Any) -> tuple[Tensor, Tensor]:
 
     hat = launch.prepare(_problem_of_qk(*arguments))
     # An operator returns no input of its own.
-    return tuple(h.clone() if h is x else h for h, x in zip((hat.q, hat.k), arguments, strict=False))  # type: ignore[return-value]
+    return tuple(_fresh(h) if h is x else h for h, x in zip((hat.q, hat.k), arguments, strict=False))  # type: ignore[return-value]
+
+
+def _fresh(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _unprepare(dq_hat: Tensor, dk_hat: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -250,7 +254,7 @@ def triton_logit_stats(
     causal: bool,
     window: int | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Row maximum, log of the sum and entropy `[B, Hq, Tq]`, and visible keys `[1 or B, Tq]`, of q and k
     that are normalised and rotated."""
     from qknorm.ops.backends.triton import launch

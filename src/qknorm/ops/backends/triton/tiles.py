@@ -35,7 +35,11 @@ _HALF: dict[str, dict[int, Tiles]] = {
     "prep": {64: Tiles(64, 0, 4, 1), 128: Tiles(32, 0, 4, 1), 256: Tiles(16, 0, 4, 1)},
 }
 _HALF_OF: dict[int, dict[tuple[str, int], Tiles]] = {
-    80: {("forward", 128): Tiles(128, 32, 8, 3), ("dkdv", 64): Tiles(32, 64, 8, 2)},
+    80: {
+        ("forward", 128): Tiles(128, 32, 8, 3),
+        ("dkdv", 64): Tiles(32, 64, 8, 2),
+        ("dq", 256): Tiles(64, 32, 8, 1, False),
+    },
     90: {},
     100: {
         ("forward", 64): Tiles(128, 64, 8, 2),
@@ -75,8 +79,9 @@ def block(width: int) -> int:
 
 
 def architecture(capability: tuple[int, int]) -> int:
-    """The one of 80, 90 and 100 whose sizes serve a device of this compute capability."""
-    return max(a for a in _HALF_OF if a <= max(80, 10 * capability[0]))
+    """The one of 80, 90 and 100 whose sizes serve a device of this compute capability. Consumer cards of
+    generation 12 have the shared memory and the tensor cores of generation 8."""
+    return {9: 90, 10: 100, 11: 100}.get(capability[0], 80)
 
 
 def tiles(kernel: str, width: int, *, is_fp32: bool, architecture: int) -> Tiles:

@@ -21,7 +21,7 @@ from qknorm.ops.backends.triton.kernels.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq"])
 def delta_and_sink(
     d_out, do_sb, do_sh, do_st,
     out_ptr,  # [B, Hq, Tq, V]
@@ -86,7 +86,7 @@ def dq_block(
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "window"])
 def attention_dq(
     d_out, do_sb, do_sh, do_st,
     q, q_sb, q_sh, q_st,
@@ -199,7 +199,7 @@ def dkdv_block(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "window"])
 def attention_dkdv(
     d_out, do_sb, do_sh, do_st,
     q, q_sb, q_sh, q_st,

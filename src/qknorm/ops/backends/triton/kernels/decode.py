@@ -14,7 +14,7 @@ from qknorm.ops.backends.triton.kernels.statistics import visible_count, write_s
 from qknorm.ops.backends.triton.kernels.tiles import full_key_range, key_range, split_range
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "window", "splits", "keys_per_split"])
 def decode_split(
     q, q_sb, q_sh, q_st,  # q_hat
     k, k_sb, k_sh, k_st,
@@ -75,7 +75,7 @@ def decode_split(
     tl.store(mlt_ptr + 2 * s0 + part * BLOCK_M + rows, t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "window", "splits"])
 def decode_merge(
     acc_ptr, mlt_ptr, sink_ptr, counts_ptr,
     out_ptr, lse_ptr, heads_ptr, rows_ptr,
@@ -108,7 +108,8 @@ def decode_merge(
         t_part = tl.load(at + 2 * s0, mask=is_row, other=0.0)
         m_new = tl.maximum(m, m_part)
         mc_new = tl.where(m_new == float("-inf"), 0.0, m_new * c)
-        down, down_part = m * c - mc_new, m_part * c - mc_new
+        down = tl.where(m == float("-inf"), float("-inf"), m * c) - mc_new  # see attend_block
+        down_part = tl.where(m_part == float("-inf"), float("-inf"), m_part * c) - mc_new
         alpha, beta = tl.exp2(down), tl.exp2(down_part)
         t = alpha * (t + tl.where(l > 0.0, l * down, 0.0))
         t += beta * (t_part + tl.where(l_part > 0.0, l_part * down_part, 0.0))

@@ -12,7 +12,7 @@ import triton.language as tl
 from qknorm.ops.backends.triton.kernels.tiles import key_range, visible_pairs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own_T", "other_T"])
 def tile_ranges(
     own_ids_ptr, other_ids_ptr, ranges_ptr, own_T, other_T, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -39,7 +39,7 @@ def tile_ranges(
     tl.store(out + 1, hi)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "window"])
 def visible_keys(
     query_ids_ptr, key_ids_ptr, tokens_ptr, ranges_ptr, counts_ptr, Tq, Tk, window,
     SAMPLED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,

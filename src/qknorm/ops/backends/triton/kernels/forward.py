@@ -17,7 +17,7 @@ from qknorm.ops.backends.triton.kernels.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "window"])
 def attention_forward(
     q, q_sb, q_sh, q_st,
     k, k_sb, k_sh, k_st,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from qknorm.ops.backends.triton.kernels.softmax import attend
+from qknorm.ops.backends.triton.kernels.statistics import row_entropy, row_maximum
 from qknorm.ops.backends.triton.kernels.tiles import (
     full_key_range,
     key_range,
@@ -15,7 +16,7 @@ from qknorm.ops.backends.triton.kernels.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "window"])
 def logit_stats_rows(
     q, q_sb, q_sh, q_st,
     k, k_sb, k_sh, k_st,
@@ -66,11 +67,11 @@ def logit_stats_rows(
         D, D, CAUSAL, WINDOW, IDS, True, BLOCK_M, BLOCK_N, BLOCK_D, 0,
     )  # fmt: skip
     seen = l > 0.0
-    top = tl.where(seen | (m != m), m * scale, float("-inf"))
+    top = row_maximum(m, l, scale)
     gap = tl.where(seen, (m * c) * LN2 - top, 0.0)
     log2_l = tl.log2(l)
     row0 = (b64 * Hq + h) * Tq + start + rows
     rows_s0 = tl.num_programs(2).to(tl.int64) * Hq * Tq
     tl.store(rows_ptr + row0, top, mask=is_row)
     tl.store(rows_ptr + rows_s0 + row0, log2_l * LN2 + gap, mask=is_row)
-    tl.store(rows_ptr + 2 * rows_s0 + row0, tl.where(seen, (log2_l - t / l) * LN2, l * 0.0), mask=is_row)
+    tl.store(rows_ptr + 2 * rows_s0 + row0, row_entropy(log2_l, l, t), mask=is_row)

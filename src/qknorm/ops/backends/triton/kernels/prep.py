@@ -34,7 +34,7 @@ def _forward_side(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk"])
 def prep_forward(
     q, q_sb, q_sh, q_st, q_gain_ptr, q_hat_ptr, Hq, Tq,
     k, k_sb, k_sh, k_st, k_gain_ptr, k_hat_ptr, Hk, Tk,
@@ -105,7 +105,7 @@ def _backward_side(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "q_tiles", "k_tiles"])
 def prep_backward(
     dq_hat_ptr, q, q_sb, q_sh, q_st, q_gain_ptr, dq_ptr, dq_gain_ptr, Hq, Tq, q_tiles,
     dk_hat_ptr, k, k_sb, k_sh, k_st, k_gain_ptr, dk_ptr, dk_gain_ptr, Hk, Tk, k_tiles,

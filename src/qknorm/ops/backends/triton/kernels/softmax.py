@@ -64,7 +64,9 @@ def attend_block(
     mc_new = tl.where(m_new == float("-inf"), 0.0, m_new * c)
     s = qk * c - mc_new[:, None]
     p = tl.exp2(s)
-    down = m * c - mc_new  # -inf at a row's first key
+    # 0 where the maximum stays. As m * c - mc_new it would be fused, and leave what rounding took from
+    # mc_new: every block would weigh the keys before it a little more or less.
+    down = tl.where(m == float("-inf"), float("-inf"), m * c) - mc_new
     alpha = tl.exp2(down)
     if ENTROPY:
         ps = p * s
@@ -153,9 +155,11 @@ def add_sink(acc, m, l, sink, c, SINK: tl.constexpr):  # noqa: E741
     if SINK:
         sink2 = sink * LOG2E
         top = tl.where(seen, tl.maximum(mc, sink2), sink2)
+        top = tl.where(top == float("-inf"), 0.0, top)
         kept = tl.where(seen, tl.exp2(mc - top), 0.0)
         from_sink = tl.exp2(sink2 - top)
         total = l * kept + from_sink
+        total = tl.where(total == 0.0, 1.0, total)  # neither key nor sink
         acc = acc * (kept / total)[:, None]
         return acc, top, tl.log2(total), from_sink / total
     else:

@@ -26,6 +26,20 @@ def visible_count(
 
 
 @triton.jit
+def row_maximum(m, l, scale):  # noqa: E741
+    """Of the logits. A NaN among them never enters m, but does enter l; infinity makes l NaN as well."""
+    return tl.where((l != l) & (m < float("inf")), l, m * scale)
+
+
+@triton.jit
+def row_entropy(log2_l, l, t):  # noqa: E741
+    """In nats. Rounding would leave a row of one key at -1e-7."""
+    LN2: tl.constexpr = 0.6931471805599453
+    entropy = tl.where(l > 0.0, (log2_l - t / l) * LN2, l * 0.0)
+    return tl.where(entropy < 0.0, 0.0, entropy)
+
+
+@triton.jit
 def write_statistics(
     m, l, t, sink_mass, count, counted, is_row, scale, c,  # noqa: E741
     heads_ptr,  # [4, parts, H] at this part and head
@@ -39,12 +53,15 @@ def write_statistics(
     max logit, log of the sum and entropy of each row. scale is positive here."""
     LN2: tl.constexpr = 0.6931471805599453
     seen = l > 0.0
-    top = tl.where(seen | (m != m), m * scale, float("-inf"))
+    top = row_maximum(m, l, scale)
     log2_l = tl.log2(l)
-    entropy = tl.where(seen, (log2_l - t / l) * LN2, l * 0.0)
+    entropy = row_entropy(log2_l, l, t)
     choice = counted & (count > 1)
     ratio = entropy / (tl.log2(tl.maximum(count, 2).to(tl.float32)) * LN2)
-    tl.store(heads_ptr, tl.max(tl.where(counted, top, float("-inf")), 0))
+    # A maximum over rows passes NaN by.
+    broken = tl.max((counted & (top != top)).to(tl.int32), 0) > 0
+    largest = tl.max(tl.where(counted, top, float("-inf")), 0)
+    tl.store(heads_ptr, tl.where(broken, float("nan"), largest))
     tl.store(heads_ptr + heads_s0, tl.sum(tl.where(counted, entropy, 0.0), 0))
     tl.store(heads_ptr + 2 * heads_s0, tl.sum(tl.where(choice, ratio, 0.0), 0))
     tl.store(heads_ptr + 3 * heads_s0, tl.sum(tl.where(counted, sink_mass, 0.0), 0))

@@ -1,0 +1,30 @@
+"""An audit as one offline HTML page."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import qknorm
+from qknorm.audit import Report
+from qknorm.audit.summary import COLUMNS, grouped, layer_kinds, verdict
+
+
+def to_html(report: Report, target: str, failing: int) -> str:
+    """The page. Raises ValueError without the `report` extra."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ValueError("a page needs an extra: pip install 'qknorm[report]'") from error
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    page = environment.from_string(files("qknorm.cli").joinpath("audit.html").read_text("utf-8"))
+    return page.render(
+        verdict=verdict(target, failing),
+        failing=failing,
+        version=qknorm.__version__,
+        groups=grouped(report.findings),
+        columns=COLUMNS,
+        kinds=layer_kinds(report),
+        report=report,
+    )
