@@ -124,3 +124,26 @@ def only(report, code):
     found = [one for one in report.findings if one.code == code]
     assert found, (code, report.findings, report.not_probed)
     return found
+
+
+def normed(x, gain, side):
+    return rms(x, gain)
+
+
+def model_of(hat, *, heads=2, D=8, gains="uneven", attends=None, layers=1, **options):
+    """A model of layers with a gain `[H, D]` on each side."""
+    kv_heads = options.get("kv_heads", heads)
+
+    def made():
+        pair = (uneven(heads, D), uneven(kv_heads, D)) if gains == "uneven" else gains
+        return Layer(heads, D, hat, gains=pair, **options)
+
+    return Model(made, attends, layers=layers)
+
+
+def formula_of(report, layer=0):
+    return report.formulas[f"layers.{layer}"]
+
+
+def codes_of(report):
+    return {one.code for one in report.findings}

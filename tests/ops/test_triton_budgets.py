@@ -36,7 +36,8 @@ def test_no_committed_budget_spills() -> None:
 
 
 def test_products_of_half_precision_run_on_tensor_cores() -> None:
-    products = [k for k in CONFIGURATIONS if "bf16" in k and "prep" not in k]
+    others = ("prep", "decode merge", "delta and sink")  # these multiply no matrices
+    products = [k for k in CONFIGURATIONS if "bf16" in k and not any(name in k for name in others)]
     assert len(products) > 100
     assert all(CONFIGURATIONS[key]["tensor_core"] > 0 for key in products)
 

@@ -112,12 +112,13 @@ def find_leaks(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
     default = next(iter(subject.paths))
     own = {what for path, what, _ in found if path == default}
     for path, what, size in found:
+        is_finite = size < torch.inf
+        how = f"moves outputs by {size:.1e} of their size" if is_finite else "makes outputs NaN"
+        evidence = {"moved": size} if is_finite else {}
         if path == default:
-            yield finding("QK014", None, f"{what} moves outputs by {size:.1e} of their size", moved=size)
+            yield finding("QK014", None, f"{what} {how}", **evidence)
         elif what not in own:
-            yield finding(
-                "QK019", None, f"under {path}, {what} moves outputs by {size:.1e}", moved=size, path=path
-            )
+            yield finding("QK019", None, f"under {path}, {what} {how}", **evidence, path=path)
 
 
 def find_disagreement(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:

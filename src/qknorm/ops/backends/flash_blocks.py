@@ -44,8 +44,9 @@ def cuda_kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bo
     # Asked as if gradients were wanted: inside an operator nothing tells, and a kernel that has no
     # backward for this width must not run the forward.
     with torch.cuda.device(q.device), torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        choice = torch._fused_sdp_choice(*leaves, None, 0.0, causal, enable_gqa=q.shape[1] != k.shape[1])
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        choice = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, enable_gqa=grouped)
     return {SDPBackend.CUDNN_ATTENTION: "cudnn", SDPBackend.FLASH_ATTENTION: "flash"}.get(
         SDPBackend(choice)
     )

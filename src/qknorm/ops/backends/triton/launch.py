@@ -35,15 +35,13 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _launch(
-    kernel: Any, grid: tuple[int, ...], tiles: t.Tiles, first: Tensor, *args: Any, **constants: Any
-) -> None:
-    """On the device of the first tensor, which need not be the current one. FP fusion by name: its
-    default changes between releases of Triton."""
-    on_cuda = first.device.type == "cuda"
-    with torch.cuda.device(first.device) if on_cuda else contextlib.nullcontext():
+def _launch(kernel: Any, grid: tuple[int, ...], tiles: t.Tiles, *args: Any, **constants: Any) -> None:
+    """On the device of the first argument, a tensor, which need not be the current one. FP fusion by
+    name: its default changes between releases of Triton."""
+    device = args[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[grid](
-            *(first, *args),
+            *args,
             **constants,
             num_warps=tiles.warps,
             num_stages=tiles.stages,

@@ -105,25 +105,25 @@ class _TritonAttention(torch.autograd.Function):
 
 
 def _forward(*call: Any) -> tuple[Tensor, Tensor]:
-    from qknorm.ops.backends.triton import launch
+    from qknorm.ops.backends.triton import launch, problem
 
-    out, lse, _ = launch.forward(launch.Problem.of(*call), launch.NONE)
+    out, lse, _ = launch.forward(problem.Problem.of(*call), launch.NONE)
     return out, lse
 
 
 def _forward_stats(*arguments: Any) -> tuple[Tensor, ...]:
-    from qknorm.ops.backends.triton import launch
+    from qknorm.ops.backends.triton import launch, problem
 
     *call, rows = arguments
-    out, lse, found = launch.forward(launch.Problem.of(*call), launch.ROWS if rows else launch.HEADS)
+    out, lse, found = launch.forward(problem.Problem.of(*call), launch.ROWS if rows else launch.HEADS)
     assert found is not None
     return out, lse, found.heads, found.counts, found.rows, found.visible
 
 
 def _backward(d_out: Tensor, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    from qknorm.ops.backends.triton import launch
+    from qknorm.ops.backends.triton import launch, problem
 
-    dq, dk, dv, *small = launch.backward(launch.Problem.of(*call), d_out, out, lse)
+    dq, dk, dv, *small = launch.backward(problem.Problem.of(*call), d_out, out, lse)
     return dq, dk, dv, *_like(out, call[3:6], small)
 
 
@@ -198,10 +198,10 @@ class _Prepare(torch.autograd.Function):
 
 
 def _problem_of_qk(*arguments: Any) -> Any:
-    from qknorm.ops.backends.triton import launch
+    from qknorm.ops.backends.triton import problem
 
     q, k, q_gain, k_gain, cos, sin, layout, eps = arguments
-    return launch.Problem.of(
+    return problem.Problem.of(
         *(q, k, k, q_gain, k_gain, None, cos, sin, None, None, layout, False, None, eps, 1.0)
     )
 
