@@ -35,13 +35,15 @@ def env(as_json: o.AsJson = False) -> int:
     out.print(table)
     table = Table(title="Backends (D = 64; every mask, sink and statistic)")
     table.add_column("case")
-    for backend in BACKENDS.values():
-        table.add_column(f"{backend.name}: {backend.purpose}, {backend.memory}")
+    for name in BACKENDS:
+        table.add_column(name)
     table.add_column("auto")
     for row in served:
         cells = ["yes" if reason is None else f"no: {reason}" for reason in row["backends"].values()]
         table.add_row(row["case"], *cells, row["auto"])
     out.print(table)
+    for backend in BACKENDS.values():
+        out.print(f"{backend.name}: {backend.purpose}; {backend.memory}")
     return 0
 
 
