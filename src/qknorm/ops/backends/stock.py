@@ -150,7 +150,8 @@ def _forward(
     out = q.new_zeros(B, Hq, Tq, v.shape[-1])
     lse = torch.full((B, Hq, Tq), -torch.inf, dtype=wide, device=q.device)
     pieces = _pieces(mask, Tq, Tk)
-    if len(pieces) == 1 and not pieces[0][2] and min(Tq, Tk) > 0:  # one call, whose results need no copy
+    whole = pieces[0][0] == Span(0, Tq, 0, Tk) if len(pieces) == 1 else False
+    if whole and not pieces[0][2] and min(Tq, Tk) > 0:  # one call, whose results need no copy
         part, part_lse = flash_blocks.forward(q, k, v, None, pieces[0][1], scale)
         out, lse, pieces = part.contiguous(), part_lse.to(wide).contiguous(), []
     for span, causal_kernel, masked in pieces:
