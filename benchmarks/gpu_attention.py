@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_attention.py [--case G1 ...] [--seconds 440] [--out FILE.json]
 
-First the whole operator in bf16 and fp16 against the reference in fp64, out, every gradient and every
-statistic; then the cases, each gated by its own comparison: what differs prints no ratio. Peers:
+First gpu_conformance.py; then the cases, each gated by its own comparison: what differs prints no
+ratio. Peers:
 
   cudnn    compiled RMSNorm + RoPE, then F.scaled_dot_product_attention by cuDNN alone
   default  the same by whatever kernel PyTorch chooses
@@ -26,7 +26,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,39 +35,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import gpu_conformance
 import qknorm
-from qknorm import Mask, Rope
+from gpu_conformance import DEVICE, Case, Inputs, make_inputs, ours
+from qknorm import Rope
 from qknorm.lab.environment import describe
 from qknorm.nn import RotaryEmbedding
-
-DEVICE = torch.device("cuda")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One shape of docs/performance.md; bf16, causal."""
-
-    B: int
-    T: int
-    Hq: int
-    Hk: int
-    D: int
-    window: int | None = None
-    sink: bool = False
-    documents: bool = False
-
-    def mask(self) -> Mask:
-        ids = None
-        if self.documents:
-            draw = random.Random(0)
-            lengths: list[int] = []
-            while sum(lengths) < self.T:
-                lengths.append(min(int(256 * 32 ** draw.random()), self.T - sum(lengths)))
-            ids = torch.repeat_interleave(
-                torch.arange(len(lengths)), torch.tensor(lengths), output_size=self.T
-            ).to(DEVICE)[None]
-        return Mask(causal=True, window=self.window, documents=ids)
-
 
 CASES = {
     "G1": Case(B=4, T=4096, Hq=32, Hk=8, D=128),
@@ -85,144 +57,7 @@ CASES = {
 TARGETS = {"G4": 1.3, "G5": 1.3, "G2": 1.0, "G1": 0.85, "G3": 0.85, "G7": 0.85}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Leaves of one case."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_gain: Tensor
-    k_gain: Tensor
-    sink: Tensor | None
-    rope: Rope
-    mask: Mask
-    d_out: Tensor
-
-    def leaves(self) -> list[Tensor]:
-        given = (self.q, self.k, self.v, self.q_gain, self.k_gain, self.sink)
-        return [x for x in given if x is not None]
-
-
-def make_inputs(c: Case, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    torch.manual_seed(0)
-
-    def leaf(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_()
-
-    rope = RotaryEmbedding(c.D, layout="half")(c.T)
-    return Inputs(
-        q=leaf(c.B, c.Hq, c.T, c.D),
-        k=leaf(c.B, c.Hk, c.T, c.D),
-        v=leaf(c.B, c.Hk, c.T, c.D),
-        q_gain=(torch.rand(c.Hq, c.D, device=DEVICE) + 0.5).requires_grad_(),
-        k_gain=(torch.rand(c.Hk, c.D, device=DEVICE) + 0.5).requires_grad_(),
-        sink=leaf(c.Hq, dtype=torch.float32) if c.sink else None,
-        rope=Rope(rope.cos.to(DEVICE), rope.sin.to(DEVICE), rope.layout),
-        mask=c.mask(),
-        d_out=torch.randn(c.B, c.Hq, c.T, c.D, device=DEVICE, dtype=dtype),
-    )
-
-
-# -- correctness
-
-
-def check(name: str, c: Case, dtype: torch.dtype, stats: bool) -> list[str]:
-    """Where ours is further from fp64 than three times a run of the definition in fp32 with inputs and
-    outputs in `dtype`, plus a floor."""
-    x = make_inputs(c, dtype)
-
-    def run(backend: str, wide: bool) -> dict[str, Tensor]:
-        leaves = [t.detach().double().requires_grad_() if wide else t for t in x.leaves()]
-        q, k, v, q_gain, k_gain, *sink = leaves
-        out, found = qknorm.attention(
-            q, k, v, q_gain=q_gain, k_gain=k_gain, rope=x.rope, mask=x.mask,
-            sink=sink[0] if sink else None, stats="rows", backend=backend,
-        )  # fmt: skip
-        grads = torch.autograd.grad(out, leaves, x.d_out.to(out.dtype))
-        names = ("d_q", "d_k", "d_v", "d_q_gain", "d_k_gain", "d_sink")
-        values = {"out": out.detach()} | dict(zip(names, grads, strict=False))
-        if stats:
-            values |= {"max_logit": found.max_logit, "entropy": found.entropy_nats}
-            values |= {"sink_mass": found.sink_mass, "row_entropy": found.rows.entropy_nats}
-        return {key: value.double() for key, value in values.items()}
-
-    truth, yard, ours = run("reference", True), run("reference", False), run("triton", False)
-    bad = []
-    for key, wanted in truth.items():
-        allowed = 3 * float((yard[key] - wanted).norm()) + 1e-5 * float(wanted.norm()) + 1e-6
-        apart = float((ours[key] - wanted).norm())
-        if not apart <= allowed:
-            bad.append(f"{name} {dtype} {key}: off by {apart:.3g}, allowed {allowed:.3g}")
-    return bad
-
-
-SMALL = {
-    "causal": Case(B=2, T=300, Hq=4, Hk=2, D=64),
-    "wide": Case(B=1, T=257, Hq=4, Hk=1, D=128),
-    "widest": Case(B=1, T=200, Hq=2, Hk=2, D=256),
-    "narrow": Case(B=2, T=129, Hq=6, Hk=3, D=80),
-    "window and sink": Case(B=2, T=400, Hq=8, Hk=2, D=64, window=37, sink=True),
-    "documents": Case(B=1, T=2048, Hq=4, Hk=2, D=128, documents=True),
-}
-
-
-def conformance(name: str, c: Case) -> list[str]:
-    """bf16 and fp16 against fp64; watching changes no bit; two runs give the same bits."""
-    bad: list[str] = []
-    for dtype in (torch.bfloat16, torch.float16):
-        bad += check(name, c, dtype, stats=True)
-    x = make_inputs(c)
-    runs = []
-    for stats in (False, True, False):
-        out = ours(x, "triton", stats)
-        out = out[0] if stats else out
-        runs.append([out, *torch.autograd.grad(out, x.leaves(), x.d_out)])
-    for other, what in ((runs[1], "watching changes bits"), (runs[2], "two runs differ")):
-        if not all(map(torch.equal, runs[0], other)):
-            bad.append(f"{name}: {what}")
-    return bad
-
-
-def check_compose() -> list[str]:
-    """With and without a sink against the reference."""
-    bad = []
-    for c in (SMALL["causal"], Case(B=2, T=256, Hq=4, Hk=2, D=64, sink=True)):
-        x = make_inputs(c)
-        results = []
-        for backend in ("compose", "reference"):
-            out = ours(x, backend, False)
-            results.append([out, *torch.autograd.grad(out, x.leaves(), x.d_out)])
-        for a, b in zip(*results, strict=True):
-            if not float((a.double() - b.double()).norm()) <= 2e-2 * float(b.double().norm()) + 1e-6:
-                bad.append(f"compose, sink={c.sink}: differs from the reference")
-    return bad
-
-
-def graph_capture() -> list[str]:
-    """Forward with statistics inside a CUDA graph."""
-    x = make_inputs(SMALL["window and sink"])
-    with torch.no_grad():
-        wanted, stats = ours(x, "triton", True)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out, found = ours(x, "triton", True)
-        out.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        same = torch.equal(out, wanted) and torch.equal(found.max_logit, stats.max_logit)
-    return [] if same else ["a CUDA graph does not replay"]
-
-
 # -- what is timed
-
-
-def ours(x: Inputs, backend: str, stats: bool) -> Any:
-    return qknorm.attention(
-        x.q, x.k, x.v, q_gain=x.q_gain, k_gain=x.k_gain, rope=x.rope, mask=x.mask, sink=x.sink,
-        stats=stats, backend=backend,
-    )  # fmt: skip
 
 
 def norm_rope(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -465,14 +300,6 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"training step: {result.get('training_step')}"])
 
 
-def _attempt(what: str, run: Callable[[], list[str]]) -> list[str]:
-    """Failures of a check; an exception is one, and loses nothing else."""
-    try:
-        return run()
-    except Exception as error:
-        return [f"{what}{type(error).__name__}: {str(error)[:300]}"]
-
-
 def _blamed(row: dict[str, Any]) -> list[str]:
     """What was left out of ours."""
     mine = ("triton", "triton+stats", "compose")
@@ -498,14 +325,8 @@ def main() -> int:
         if options.out:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
-    failures: list[str] = []
-    result["conformance_failures"] = failures
-    for name, c in SMALL.items():
-        failures += _attempt(f"{name}: ", lambda name=name, c=c: conformance(name, c))
-        save()
-    failures += _attempt("compose: ", check_compose)
-    failures += _attempt("graph: ", graph_capture)
-    print("\n".join(failures) or "bf16 and fp16 agree with fp64", flush=True)
+    failures = result["conformance_failures"] = gpu_conformance.failures()
+    print("\n".join(failures) or "bf16, fp16 and fp32 agree with fp64", flush=True)
     save()
     for name in options.case or ["G4", "G5", "G2", "G1", "step", "G7", "G3", "G6", "G8", "G4b"]:
         if time.monotonic() - began > options.seconds - 60:

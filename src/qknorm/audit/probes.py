@@ -291,7 +291,7 @@ def find_useless_clip(subject: Subject, not_probed: list[str]) -> Iterator[Findi
         return
     model = copy.deepcopy(subject.model)
     with torch.no_grad():
-        before = output(model(**subject.inputs)).double()
+        before = output(model(**subject.inputs))
         try:
             model.qk_clip_(1e-3)  # type: ignore[operator]
         except Exception as error:  # it is another's, with other arguments
@@ -301,9 +301,7 @@ def find_useless_clip(subject: Subject, not_probed: list[str]) -> Iterator[Findi
             not torch.equal(a, b)
             for a, b in zip(model.parameters(), subject.model.parameters(), strict=True)
         )
-        moved = float(
-            (output(model(**subject.inputs)).double() - before).abs().max() / before.abs().max()
-        )
+        moved = float(apart(output(model(**subject.inputs)), before).max())
     if weights and moved < 1e-2:
         text = f"clipping logits to 0.001 moves outputs by {moved:.1e} only"
         yield finding("QK012", None, text, moved=moved)

@@ -1,8 +1,8 @@
 """One attention of a model, ready to be asked: what do q, k and v become if the projections were these?
 
 The module around it is called again with what it was called with, and the outputs of its projections
-are replaced. Which of its products are the projections, and which of their columns belong to which
-head, is read from gradients at the first token, where RoPE turns nothing.
+are replaced. Which of its products are the projections is read from gradients; which of their columns
+belong to which head, from what goes up and down together at the first token, where RoPE turns nothing.
 
 Shapes: B batch, T tokens (Tq / Tk where keys are of another sequence), H heads (Hq / Hk), D head width,
 N columns of a projection.
@@ -303,7 +303,7 @@ def _is_token_first(q: Tensor, k: Tensor, v: Tensor, leaf: Tensor) -> bool:
 
 
 def _rows(site: Site, index: int, x: Tensor) -> Tensor:
-    """The output of a product, or its gradient, as `[B, T, N]`."""
+    """The output of a product as `[B, T, N]`."""
     if index in site.token_first:
         return x.reshape(site.tokens_of[index], site.batch, -1).transpose(0, 1)
     return x.reshape(site.batch, site.tokens_of[index], -1)

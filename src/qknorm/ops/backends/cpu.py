@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qknorm.ops.backends.call import Call, Case
+from qknorm.ops.backends.call import Call, Case, refuse_second_derivative, token_ids
 from qknorm.ops.backends.cpu_library import DTYPES, LIBRARY, ROPE, Args, Library
-from qknorm.ops.stats import Rows, Stats, StatsRequest
+from qknorm.ops.stats import Stats, StatsRequest
 
 MAX_WIDTH = 256
 INT32_MAX = 2**31 - 1
@@ -46,25 +46,7 @@ def attention(call: Call) -> tuple[Tensor, Stats | None]:
     )
     if not call.stats:
         return out, None
-    rows = None
-    if call.stats == "rows":
-        rows = Rows(
-            max_logit=top,
-            log_sum=log_sum,
-            entropy_nats=entropy,
-            visible_keys=keys,
-            is_real=mask.real_queries(call.q.shape[2], call.k.shape[2], call.q.device),
-            sink_logit=None if sink is None else sink.detach()[:, None].expand(top.shape),
-        )
-    return out, Stats(
-        max_logit=heads[0],
-        entropy_sum=heads[1],
-        ratio_sum=heads[2],
-        sink_sum=heads[3],
-        row_count=counts[0],
-        ratio_count=counts[1],
-        rows=rows,
-    )
+    return out, call.packed(heads, counts, top, log_sum, entropy, keys)
 
 
 # What `stats` of the C++ operator takes.
@@ -107,10 +89,7 @@ class _CpuAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, *statistics: Any) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                'the cpu backend has no second derivative (create_graph=True): use backend="reference"'
-            )
+        refuse_second_derivative("cpu")
         saved = ctx.saved_tensors
         grads = torch.ops.qknorm.cpu_backward(d_out, *saved, *ctx.options)
         inputs = saved[2:8]
@@ -158,22 +137,12 @@ def _arguments(
 def _ids(
     q: Tensor, k: Tensor, documents: Tensor | None, key_padding: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """int32 ids `[B, Tq]` and `[B, Tk]`: a pair is visible if they are equal and not negative."""
-    if documents is None and key_padding is None:
-        return None, None
-    B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]
-    if documents is None:
-        keys = torch.zeros(B, Tk, dtype=torch.int32)
-        queries = torch.zeros(B, Tq, dtype=torch.int32)
-    else:
-        documents = documents.long()  # in an unsigned type -1 would be a large id
-        if documents.numel() and int(documents.max()) > INT32_MAX:
-            documents = torch.where(documents < 0, -1, torch.unique(documents, return_inverse=True)[1])
-        keys = documents.clamp(min=-1).int()
-        queries = keys[:, Tk - Tq :].contiguous()
-    if key_padding is not None:
-        keys = torch.where(key_padding, keys, -1)
-    return queries, keys.contiguous()
+    """The ids of `token_ids` in int32."""
+    if documents is not None and documents.numel() and int(documents.long().max()) > INT32_MAX:
+        documents = documents.long()
+        documents = torch.where(documents < 0, -1, torch.unique(documents, return_inverse=True)[1])
+    queries, keys = token_ids(q, k, documents, key_padding)
+    return (None, None) if queries is None or keys is None else (queries.int(), keys.int())
 
 
 def _library() -> Library:

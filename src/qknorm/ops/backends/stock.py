@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qknorm import spec
 from qknorm.ops.backends import flash_blocks
-from qknorm.ops.backends.call import Call
+from qknorm.ops.backends.call import Call, refuse_second_derivative
 from qknorm.ops.blocks import Span, hides_within, spans
 from qknorm.ops.logit_stats import stream_rows
 from qknorm.ops.norm_rope import qk_norm_rope
@@ -89,11 +89,7 @@ class _StockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        # once_differentiable looks at d_out alone, and misses that dq depends on q.
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                'the stock backend has no second derivative (create_graph=True): use backend="reference"'
-            )
+        refuse_second_derivative("stock")
         q, k, v, out, lse, sink, sink_value, documents, key_padding = ctx.saved_tensors
         dq, dk, dv, d_sink, d_sink_value = torch.ops.qknorm.stock_backward(
             d_out, q, k, v, out, lse, sink, sink_value, documents, key_padding, *ctx.options
@@ -150,10 +146,9 @@ def _forward(
     out = q.new_zeros(B, Hq, Tq, v.shape[-1])
     lse = torch.full((B, Hq, Tq), -torch.inf, dtype=wide, device=q.device)
     pieces = _pieces(mask, Tq, Tk)
-    whole = pieces[0][0] == Span(0, Tq, 0, Tk) if len(pieces) == 1 else False
-    if whole and not pieces[0][2] and min(Tq, Tk) > 0:  # one call, whose results need no copy
+    if min(Tq, Tk) > 0 and pieces[0][0] == Span(0, Tq, 0, Tk) and not pieces[0][2]:
         part, part_lse = flash_blocks.forward(q, k, v, None, pieces[0][1], scale)
-        out, lse, pieces = part.contiguous(), part_lse.to(wide).contiguous(), []
+        out, lse, pieces = part.contiguous(), part_lse.to(wide).contiguous(), []  # one call, no copy
     for span, causal_kernel, masked in pieces:
         if span.k_lo == span.k_hi or span.q_lo == span.q_hi:
             continue

@@ -195,10 +195,6 @@ class _Wanted:
         self.heads = make((4, parts, Hq) if stats else 0, dtype=torch.float32)
         self.rows = make((3, B, Hq, Tq) if stats == ROWS else 0, dtype=torch.float32)
 
-    def pointers(self) -> tuple[Tensor, Tensor]:
-        """Of heads and rows."""
-        return self.heads, self.rows
-
     def finish(self) -> Statistics:
         """Add the parts in their order."""
         p, wants_rows = self.p, self.stats == ROWS
@@ -254,7 +250,7 @@ def forward(p: Problem, stats: int) -> tuple[Tensor, Tensor, Statistics | None]:
         _or(p.q_gain, p.q), _or(cos, p.q), _or(sin, p.q), p.rope_stride(),
         _or(p.sink, p.q), _or(p.query_ids, p.q), _or(p.key_ids, p.q),
         _or(_query_ranges(p, tiles.rows), p.q), _or(wanted.counts, p.q),
-        out, lse, *wanted.pointers(),
+        out, lse, wanted.heads, wanted.rows,
         Hq, Hk, Tq, Tk, p.window or 0, p.eps, abs(p.scale), abs(p.log2_scale),
         D=D, V=V, R=p.rotary_width, NORM=p.q_gain is not None, ROPE=LAYOUTS[p.layout],
         NEGATIVE=p.scale < 0, **p.mask, SINK=p.sink is not None, STATS=stats,
@@ -306,7 +302,7 @@ def _decode(
     )  # fmt: skip
     _launch(
         decode_kernels.decode_merge, (Hq, B), tiles,
-        acc, mlt, _or(p.sink, p.q), _or(wanted.counts, p.q), out, lse, *wanted.pointers(),
+        acc, mlt, _or(p.sink, p.q), _or(wanted.counts, p.q), out, lse, wanted.heads, wanted.rows,
         *sizes, splits, p.window or 0, abs(p.scale), c,
         V=V, **p.mask, SINK=p.sink is not None, STATS=stats,
         BLOCK_T=1 << (Tq - 1).bit_length(), SPLIT_M=tiles.rows, BLOCK_V=t.block(V),
@@ -396,11 +392,8 @@ def logit_stats(
     )
     B, Hq, Hk, Tq, Tk, D, _ = p.sizes
     rows = p.q.new_empty(3, B, Hq, Tq, dtype=torch.float32)
-    if tokens is not None and p.key_ids is not None:
-        # The query's own document, without the padding of its key.
-        own = p.key_ids if documents is None else documents.long().clamp(min=-1)
-        ids = own[:, tokens].contiguous() if documents is not None else own.new_zeros(B, Tq)
-        p = replace(p, query_ids=ids)
+    if tokens is not None and documents is not None:
+        p = replace(p, query_ids=documents.long().clamp(min=-1)[:, tokens].contiguous())
     if Tk == 0 or rows.numel() == 0:
         rows[:2] = -torch.inf
         rows[2] = 0.0

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qknorm.ops.backends.call import SMALLEST_FP32, Call, Case
+from qknorm.ops.backends.call import SMALLEST_FP32, Call, Case, refuse_second_derivative
 from qknorm.ops.logit_stats import stream
-from qknorm.ops.stats import Rows, Stats
+from qknorm.ops.stats import Stats
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? q_gain, Tensor? k_gain, Tensor? sink"
 _OPTIONS = (
@@ -53,25 +53,8 @@ def attention(call: Call) -> tuple[Tensor, Stats | None]:
     if not call.stats:
         return out, None
     heads, counts, of_rows, visible = found
-    rows = None
-    if call.stats == "rows":
-        rows = Rows(
-            max_logit=of_rows[0],
-            log_sum=of_rows[1],
-            entropy_nats=of_rows[2],
-            visible_keys=visible,
-            is_real=mask.real_queries(call.q.shape[2], call.k.shape[2], call.q.device),
-            sink_logit=None if sink is None else sink.detach()[:, None].expand(of_rows[0].shape),
-        )
-    return out, Stats(
-        max_logit=heads[0],
-        entropy_sum=heads[1],
-        ratio_sum=heads[2],
-        sink_sum=heads[3],
-        row_count=counts[0],
-        ratio_count=counts[1],
-        rows=rows,
-    )
+    top, log_sum, entropy = of_rows if call.stats == "rows" else (of_rows,) * 3
+    return out, call.packed(heads, counts, top, log_sum, entropy, visible)
 
 
 class _TritonAttention(torch.autograd.Function):
@@ -93,11 +76,7 @@ class _TritonAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, *found: Any) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the triton backend has no second derivative (create_graph=True): use "
-                'backend="reference"'
-            )
+        refuse_second_derivative("triton")
         saved = ctx.saved_tensors
         grads = torch.ops.qknorm.triton_backward(d_out, *saved, *ctx.options)
         inputs = saved[2:8]
@@ -186,11 +165,7 @@ class _Prepare(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq_hat: Tensor, dk_hat: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the triton backend has no second derivative (create_graph=True): use "
-                'backend="reference"'
-            )
+        refuse_second_derivative("triton")
         saved = ctx.saved_tensors
         grads = torch.ops.qknorm.triton_unprepare(dq_hat, dk_hat, *saved, *ctx.options)
         given = zip(saved[:4], grads, strict=True)
@@ -210,12 +185,12 @@ def _prepare(*arguments: Any) -> tuple[Tensor, Tensor]:
     from qknorm.ops.backends.triton import launch
 
     hat = launch.prepare(_problem_of_qk(*arguments))
-    # An operator returns no input of its own.
-    return tuple(_fresh(h) if h is x else h for h, x in zip((hat.q, hat.k), arguments, strict=False))  # type: ignore[return-value]
+    return _fresh(hat.q, arguments[0]), _fresh(hat.k, arguments[1])
 
 
-def _fresh(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
+def _fresh(x: Tensor, given: Tensor) -> Tensor:
+    """An operator returns no input of its own."""
+    return x.clone(memory_format=torch.contiguous_format) if x is given else x
 
 
 def _unprepare(dq_hat: Tensor, dk_hat: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -245,40 +220,17 @@ def _(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, *options: Any) -> tuple[Tens
 # -- the statistics alone: the CUDA side of an operator that is defined in qknorm.ops.logit_stats
 
 
-def triton_logit_stats(
-    q: Tensor,
-    k: Tensor,
-    tokens: Tensor | None,
-    documents: Tensor | None,
-    key_padding: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    """Row maximum, log of the sum and entropy `[B, Hq, Tq]`, and visible keys `[1 or B, Tq]`, of q and k
-    that are normalised and rotated."""
-    from qknorm.ops.backends.triton import launch
-
-    return launch.logit_stats(q, k, tokens, documents, key_padding, causal, window, scale)
-
-
 @torch.library.impl("qknorm::logit_stats", "CUDA")
-def _(
-    q: Tensor,
-    k: Tensor,
-    tokens: Tensor | None,
-    documents: Tensor | None,
-    key_padding: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
+def _(q: Tensor, k: Tensor, *options: Any) -> tuple[Tensor, ...]:
     from qknorm.ops.backends import triton
 
-    arguments = (q, k, tokens, documents, key_padding, causal, window, scale)
     B, H, _, D = q.shape
-    zero_scale = scale == 0 or abs(scale) < SMALLEST_FP32
+    zero_scale = abs(options[-1]) < SMALLEST_FP32
     case = Case(
         device="cuda", dtype=q.dtype, head_dim=D, value_dim=D, batch=B, heads=H, zero_scale=zero_scale
     )
-    return (stream if triton.refuses(case) else triton_logit_stats)(*arguments)
+    if triton.refuses(case):
+        return stream(q, k, *options)
+    from qknorm.ops.backends.triton import launch
+
+    return launch.logit_stats(q, k, *options)

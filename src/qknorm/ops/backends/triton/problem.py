@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qknorm.ops.backends.call import token_ids
 from qknorm.ops.backends.triton import tiles as t
 
 LOG2E = math.log2(math.e)
@@ -67,7 +68,7 @@ class Problem:
         """From the arguments of the operators."""
         if cos is not None and cos.shape[-1] == 0:
             cos = sin = layout = None
-        query_ids, key_ids = _ids(q, k, documents, key_padding)
+        query_ids, key_ids = token_ids(q, k, documents, key_padding)
 
         def small(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.detach().float().contiguous()
@@ -110,7 +111,7 @@ class Problem:
         """R; 2 without RoPE, which nothing reads."""
         return 2 if self.cos is None else 2 * self.cos.shape[-1]
 
-    @functools.cached_property
+    @property
     def log2_scale(self) -> float:
         """c with its sign."""
         return self.scale * LOG2E
@@ -144,21 +145,3 @@ class Problem:
 def _readable(x: Tensor) -> Tensor:
     """Unit last stride, and offsets within a tile that fit 32 bits."""
     return x if x.stride(-1) == 1 and x.stride(2) < 2**24 else x.contiguous()
-
-
-def _ids(
-    q: Tensor, k: Tensor, documents: Tensor | None, key_padding: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """int64 ids `[B, Tq]` and `[B, Tk]`: a pair is visible if they are equal and not negative."""
-    if documents is None and key_padding is None:
-        return None, None
-    B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]
-    if documents is None:
-        keys = torch.zeros(B, Tk, dtype=torch.int64, device=q.device)
-        queries = torch.zeros(B, Tq, dtype=torch.int64, device=q.device)
-    else:
-        keys = documents.long().clamp(min=-1)
-        queries = keys[:, Tk - Tq :].contiguous()
-    if key_padding is not None:
-        keys = torch.where(key_padding, keys, -1)
-    return queries, keys.contiguous()

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from qknorm.ops.backends.triton.kernels.tiles import (
-    full_key_range,
     full_query_range,
-    key_range,
+    key_blocks,
     load_tile,
     query_range,
     split_range,
@@ -126,15 +125,13 @@ def attention_dq(
 
     first = start + (Tk - Tq)
     last = tl.minimum(start + BLOCK_M, Tq) - 1 + (Tk - Tq)
-    lo, hi = key_range(first, last, Tk, window, CAUSAL, WINDOW)
-    full_lo, full_hi = full_key_range(first, last, Tk, window, CAUSAL, WINDOW)
     query_id = 0
     if IDS:
         query_id = tl.load(query_ids_ptr + b64 * Tq + start + rows, mask=is_row, other=-2)
-        range_at = ranges_ptr + (b64 * tiles + tile) * 2
-        lo = tl.maximum(lo, tl.load(range_at))
-        hi = tl.maximum(lo, tl.minimum(hi, tl.load(range_at + 1)))
-    lo, a, b_full = split_range(lo, hi, full_lo, full_hi, BLOCK_N, FULL_LOOP)
+    lo, a, b_full, hi = key_blocks(
+        first, last, ranges_ptr + (b64 * tiles + tile) * 2, Tk, window, CAUSAL, WINDOW, IDS, BLOCK_N,
+        FULL_LOOP,
+    )  # fmt: skip
     k_at = k + b64 * k_sb + kh.to(tl.int64) * k_sh
     v_at = v + b64 * v_sb + kh.to(tl.int64) * v_sh
     key_ids = key_ids_ptr + b64 * Tk

@@ -8,13 +8,7 @@ import triton.language as tl
 
 from qknorm.ops.backends.triton.kernels.softmax import add_sink, attend
 from qknorm.ops.backends.triton.kernels.statistics import visible_count, write_statistics
-from qknorm.ops.backends.triton.kernels.tiles import (
-    full_key_range,
-    key_range,
-    load_hat,
-    load_tile,
-    split_range,
-)
+from qknorm.ops.backends.triton.kernels.tiles import key_blocks, load_hat, load_tile
 
 
 @triton.jit(do_not_specialize=["Tq", "Tk", "window"])
@@ -64,16 +58,13 @@ def attention_forward(
 
     first = start + (Tk - Tq)
     last = tl.minimum(start + BLOCK_M, Tq) - 1 + (Tk - Tq)
-    lo, hi = key_range(first, last, Tk, window, CAUSAL, WINDOW)
-    full_lo, full_hi = full_key_range(first, last, Tk, window, CAUSAL, WINDOW)
     query_id = 0
     if IDS:
         query_id = tl.load(query_ids_ptr + b64 * Tq + start + rows, mask=is_row, other=-2)
-        range_at = ranges_ptr + (b64 * tiles + tile) * 2
-        lo = tl.maximum(lo, tl.load(range_at))
-        hi = tl.minimum(hi, tl.load(range_at + 1))
-        hi = tl.maximum(lo, hi)
-    lo, a, b_full = split_range(lo, hi, full_lo, full_hi, BLOCK_N, not IDS)
+    lo, a, b_full, hi = key_blocks(
+        first, last, ranges_ptr + (b64 * tiles + tile) * 2, Tk, window, CAUSAL, WINDOW, IDS, BLOCK_N,
+        not IDS,
+    )  # fmt: skip
     key_ids = key_ids_ptr + b64 * Tk
     acc, m, l, t = attend(  # noqa: E741
         q_hat,

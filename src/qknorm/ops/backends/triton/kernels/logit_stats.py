@@ -8,12 +8,7 @@ import triton.language as tl
 
 from qknorm.ops.backends.triton.kernels.softmax import attend
 from qknorm.ops.backends.triton.kernels.statistics import row_entropy, row_maximum
-from qknorm.ops.backends.triton.kernels.tiles import (
-    full_key_range,
-    key_range,
-    load_tile,
-    split_range,
-)
+from qknorm.ops.backends.triton.kernels.tiles import key_blocks, load_tile
 
 
 @triton.jit(do_not_specialize=["Tq", "Tk", "window"])
@@ -51,15 +46,13 @@ def logit_stats_rows(
     q_tile = load_tile(q_at, rows, tl.arange(0, BLOCK_D), q_st, is_row, D, BLOCK_D)
     if NEGATIVE:
         q_tile = -q_tile
-    lo, hi = key_range(first, last, Tk, window, CAUSAL, WINDOW)
-    full_lo, full_hi = full_key_range(first, last, Tk, window, CAUSAL, WINDOW)
     query_id = 0
     if IDS:
         query_id = tl.load(query_ids_ptr + b64 * Tq + start + rows, mask=is_row, other=-2)
-        range_at = ranges_ptr + (b64 * tiles + tile) * 2
-        lo = tl.maximum(lo, tl.load(range_at))
-        hi = tl.maximum(lo, tl.minimum(hi, tl.load(range_at + 1)))
-    lo, a, b_full = split_range(lo, hi, full_lo, full_hi, BLOCK_N, not IDS)
+    lo, a, b_full, hi = key_blocks(
+        first, last, ranges_ptr + (b64 * tiles + tile) * 2, Tk, window, CAUSAL, WINDOW, IDS, BLOCK_N,
+        not IDS,
+    )  # fmt: skip
     k_at = k + b64 * k_sb + kh.to(tl.int64) * k_sh
     _, m, l, t = attend(  # noqa: E741
         q_tile, k_at, k_st, k_at, k_st, key_ids_ptr + b64 * Tk, lo, a, b_full, hi,

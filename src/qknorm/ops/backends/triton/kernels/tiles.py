@@ -176,3 +176,27 @@ def split_range(lo, hi, full_lo, full_hi, BLOCK: tl.constexpr, HAS_FULL: tl.cons
         return lo, a, b
     else:
         return lo, lo, lo
+
+
+@triton.jit
+def key_blocks(
+    first,  # token of the first query of the tile, and of the last
+    last,
+    ranges,  # at the tile, see documents.tile_ranges
+    Tk,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_FULL: tl.constexpr,
+):
+    """The keys that a tile of queries may see, `[lo, hi)`, of which blocks in `[a, b)` are visible to
+    all its rows. Returns lo, a, b, hi."""
+    lo, hi = key_range(first, last, Tk, window, CAUSAL, WINDOW)
+    full_lo, full_hi = full_key_range(first, last, Tk, window, CAUSAL, WINDOW)
+    if IDS:
+        lo = tl.maximum(lo, tl.load(ranges))
+        hi = tl.maximum(lo, tl.minimum(hi, tl.load(ranges + 1)))
+    lo, a, b = split_range(lo, hi, full_lo, full_hi, BLOCK, HAS_FULL)
+    return lo, a, b, hi
