@@ -23,6 +23,9 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from base_parts import (
     LAYERS,
     SIZES,
@@ -38,8 +41,6 @@ from base_parts import (
     sdpa_attention,
     visibility,
 )
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class Attention(nn.Module):

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from base_parts import EVERY_PATH, VOCABULARY, Base, Faults
-from bases import LanguageModel, build
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+
+from base_parts import EVERY_PATH, VOCABULARY, Base, Faults
+from bases import LanguageModel, build
 
 B, T, PADDED = 2, 24, 5
 DECAY = 0.1

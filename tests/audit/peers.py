@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import D, Expected, Hk, Hq, seeded
 from torch import Tensor, nn
+
+from architectures import D, Expected, Hk, Hq, seeded
 
 x_transformers = pytest.importorskip("x_transformers", reason="needs the dependency group `peers`")
 diffusers = pytest.importorskip("diffusers", reason="needs the dependency group `peers`")

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
 
+from architectures import ARCHITECTURES
 from qknorm.audit import audit
 
 TOLERANCE = {"eps": 0.02, "scale": 1e-3, "softcap": 1e-2}

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from architectures import ARCHITECTURES
 from mutants import HEALTHY, MUTANTS
-
 from qknorm.audit import audit
 from qknorm.audit.sarif import LEVELS, to_sarif
 from qknorm.audit.testing import assert_qk_norm

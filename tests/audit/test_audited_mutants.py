@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mutants import HEALTHY, MUTANTS, Mutant
 
+from mutants import HEALTHY, MUTANTS, Mutant
 from qknorm.audit import RULES, Report, audit
 
 

@@ -14,12 +14,13 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from base_parts import SIZES, VOCABULARY, Call, Faults, visibility
-from bases import LanguageModel, build
-from mutants import COMBINED, HEALTHY, MUTANTS, PADDED, B, Mutant, T, batch, is_gain
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
+
+from base_parts import SIZES, VOCABULARY, Call, Faults, visibility
+from bases import LanguageModel, build
+from mutants import COMBINED, HEALTHY, MUTANTS, PADDED, B, Mutant, T, batch, is_gain
 
 CODES = [f"QK{number:03}" for number in (*range(2, 6), *range(7, 21), 23)]
 # Hidden / heads is the width of the head in the fused base.

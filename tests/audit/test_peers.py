@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import D, Hq
-from peers import DIM, IMAGES, LANGUAGE, TOKENS, decoder, flux, transformer_flux, x_transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from architectures import D, Hq
+from peers import DIM, IMAGES, LANGUAGE, TOKENS, decoder, flux, transformer_flux, x_transformers
 from qknorm.audit import audit
 
 TOLERANCE = {"eps": 0.02, "scale": 1e-3, "softcap": 1e-2}

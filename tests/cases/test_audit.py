@@ -9,6 +9,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
 from audited import (
     Layer,
     causal,
@@ -24,10 +28,6 @@ from audited import (
     turn,
     uneven,
 )
-from torch import nn
-from torch.nn import functional as F
-from torch.testing import assert_close
-
 from qknorm.audit import audit
 
 # 2, 6, 9: over what the statistic is taken -----------------------------------------------------------

@@ -9,6 +9,9 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
+from torch.testing import assert_close
+
 from audited import (
     Layer,
     Model,
@@ -23,9 +26,6 @@ from audited import (
     tokens,
     uneven,
 )
-from torch import nn
-from torch.testing import assert_close
-
 from qknorm.audit import audit
 from qknorm.audit.targets import load
 from qknorm.audit.weights import audit_weights

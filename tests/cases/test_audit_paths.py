@@ -9,6 +9,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
 from audited import (
     Layer,
     Model,
@@ -27,10 +31,6 @@ from audited import (
     turn,
     uneven,
 )
-from torch import nn
-from torch.nn import functional as F
-from torch.testing import assert_close
-
 from qknorm.audit import audit
 
 # 7, 8, 25: fast paths ---------------------------------------------------------------------------------

@@ -7,6 +7,9 @@ from statistics import fmean
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+
 from monitored import (
     MASKED,
     ROUNDING,
@@ -20,14 +23,11 @@ from monitored import (
     truth,
     visible_by,
 )
-from test_telemetry import packed_logits
-from torch import nn
-from torch.nn import functional as F
-
 from qknorm import Mask
 from qknorm.monitor import Monitor
 from qknorm.monitor.alerts import Alerts
 from qknorm.nn import Attention, AttentionConfig, RotaryEmbedding
+from test_telemetry import packed_logits
 
 
 @every_way

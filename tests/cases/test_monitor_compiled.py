@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_monitor_training import KINDS, GroupedSdpa, Own, call, two_layers
 from torch import nn
 from torch.testing import assert_close
 
 from qknorm.monitor import Monitor
 from qknorm.monitor.alerts import Alerts
+from test_monitor_training import KINDS, GroupedSdpa, Own, call, two_layers
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from monitored import Flex, Sdpa, agree, llama, record_of, truth, visible_by, written_out
-from test_telemetry import packed_logits
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from monitored import Flex, Sdpa, agree, llama, record_of, truth, visible_by, written_out
 from qknorm import Mask
 from qknorm.monitor import Monitor
 from qknorm.monitor.alerts import Alerts
 from qknorm.nn import Attention, AttentionConfig
+from test_telemetry import packed_logits
 
 PEAK = """
 import sys, torch, qknorm

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_report import figures_of
 
 from made import layer
 from qknorm.lab import CompareConfig, DataConfig, ModelConfig, TrainConfig, compare
@@ -20,6 +19,7 @@ from qknorm.lab.runs import find_runs, load_runs
 from qknorm.monitor import Record
 from qknorm.monitor.alerts import Alerts
 from qknorm.monitor.to.jsonl import JsonLines, rank_path
+from test_report import figures_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 browser = pytest.mark.skipif(CHROMIUM is None, reason="looking at the page needs the program chromium")

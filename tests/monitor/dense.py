@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import Family, Layout
 from torch import Tensor, nn
 
+from models import Family, Layout
 from qknorm.monitor import LayerRecord
 
 MEANS = ("entropy_nats", "entropy_ratio", "sink_mass", "first_mass")

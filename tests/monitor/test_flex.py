@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from test_taps import CAUSAL, B, C, D, H, T, agree, dense
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from qknorm.monitor import Monitor
+from test_taps import CAUSAL, B, C, D, H, T, agree, dense
 
 IDS = torch.tensor([[0] * 10 + [1] * 20 + [2] * 7, [0] * 36 + [1]])
 compiled_flex = torch.compile(flex_attention, dynamic=False)

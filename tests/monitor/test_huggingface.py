@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from dense import capture, check, truth
-from models import FAMILIES, PAIRS, WIDTH, B, D, Layout, T, arguments, layout
 from torch import Tensor, nn
 
+from dense import capture, check, truth
+from models import FAMILIES, PAIRS, WIDTH, B, D, Layout, T, arguments, layout
 from qknorm.monitor import Monitor, Record
 
 CASES = [(name, how, kind) for name, how in PAIRS for kind in FAMILIES[name].layouts]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from dense import captured, check, truth
-from models import FAMILIES, Layout, arguments, layout
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from dense import captured, check, truth
+from models import FAMILIES, Layout, arguments, layout
 from qknorm.monitor import Monitor, Record
 
 CASES = [

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from dense import captured, check, truth
-from models import FAMILIES, PAIRS, B, T, arguments, layout
-from test_huggingface_unchanged import assert_same_bits, run
 from torch import nn
 
+from dense import captured, check, truth
+from models import FAMILIES, PAIRS, B, T, arguments, layout
 from qknorm.monitor import Monitor
+from test_huggingface_unchanged import assert_same_bits, run
 
 LOOPS = [pair for pair in PAIRS if pair[0] in ("llama", "gemma3", "gpt_oss", "gpt2")]
 

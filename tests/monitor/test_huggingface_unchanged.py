@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, PAIRS, Family, arguments, layout, transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models import FAMILIES, PAIRS, Family, arguments, layout, transformers
 from qknorm.monitor import Monitor
 
 # Dropout of the attention weights, under the names it has.

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.multiprocessing as mp
 
+import ranks
 from qknorm.monitor import Monitor
 
 FIRST = "layers.first"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_taps import CAUSAL, B, C, D, H, Plain, T, agree, dense
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -19,6 +18,7 @@ from made import layer, record
 from qknorm.monitor import Alerts, Monitor, Record
 from qknorm.monitor.taps import functional
 from qknorm.nn import Attention, AttentionConfig
+from test_taps import CAUSAL, B, C, D, H, Plain, T, agree, dense
 
 KINDS = {
     "sdpa": Plain,
