@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import requires, version
 
 import pytest
+import torch
 
 import qknorm
 
@@ -26,6 +27,15 @@ def test_import_qknorm_pulls_in_torch_and_nothing_heavier():
 @pytest.mark.parametrize("name", qknorm.__all__)
 def test_every_public_name_exists_and_has_a_docstring(name):
     assert (getattr(qknorm, name).__doc__ or "").strip()
+
+
+def test_the_auditor_is_a_function_beside_the_package_of_its_name():
+    from qknorm.audit import Report
+    from qknorm.audit.auditor import audit
+
+    assert qknorm.audit is audit
+    layer = torch.nn.TransformerEncoderLayer(16, 2)
+    assert isinstance(qknorm.audit(layer, torch.randn(5, 1, 16)), Report)
 
 
 def test_torch_is_required_from_2_10_and_not_capped():

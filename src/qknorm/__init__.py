@@ -1,6 +1,7 @@
 """QK-Norm attention for PyTorch, and the two numbers that tell whether a run is about to blow up."""
 
 from qknorm import nn
+from qknorm.audit import audit
 from qknorm.ops import Rows, Stats, attention, logit_bound, logit_stats, qk_norm_rope
 from qknorm.spec import Mask, NormDialect, Rope, RowSink, SinkToken, UnsupportedError
 
@@ -14,6 +15,7 @@ __all__ = [
     "Stats",
     "UnsupportedError",
     "attention",
+    "audit",
     "logit_bound",
     "logit_stats",
     "nn",
