@@ -9,7 +9,7 @@ dequantized and run.
 
 The command runs in a process of its own, whose peak is the largest resident set, pages of files that are
 mapped into memory included. No figure is printed unless every layer was read back as the configuration
-says. Exit code 1 if a limit is missed.
+says. Exit code 1 if a limit is missed. GGUF files need an extra: pip install 'qknorm[gguf]'.
 """
 
 from __future__ import annotations
@@ -85,13 +85,17 @@ def audited(target: Path) -> dict[str, Any]:
     """One run of the command: its report, exit code, wall time and peak memory."""
     command = [sys.executable, "-m", "qknorm", "audit", str(target), "--json"]
     began = time.perf_counter()
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert child.stdout is not None
-    text = child.stdout.read()
-    _, status, used = os.wait4(child.pid, 0)
-    wall = time.perf_counter() - began
+    with tempfile.TemporaryFile("w+") as complaints:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints)
+        assert child.stdout is not None
+        text = child.stdout.read()
+        _, status, used = os.wait4(child.pid, 0)
+        wall = time.perf_counter() - began
+        complaints.seek(0)
+        said = complaints.read().strip().splitlines()
     child.returncode = os.waitstatus_to_exitcode(status)
     return {
+        "said": said[-1] if said else "",
         "report": json.loads(text) if text else None,
         "exit_code": child.returncode,
         "wall_s": wall,
@@ -102,9 +106,9 @@ def audited(target: Path) -> dict[str, Any]:
 
 def summary(name: str, run: dict[str, Any]) -> dict[str, Any]:
     """Figures and verdict, without the report itself."""
-    report = run.pop("report")
+    report, said = run.pop("report"), run.pop("said")
     if report is None:
-        return {"name": name, "wrong": f"exit code {run['exit_code']} and no report"}
+        return {"name": name, "wrong": f"exit code {run['exit_code']} and no report: {said}"}
     codes: dict[str, int] = {}
     for one in report["findings"]:
         codes[one["code"]] = codes.get(one["code"], 0) + 1

@@ -46,6 +46,8 @@ def test_there_are_enough_mutants_of_every_rule_that_accuses() -> None:
 def test_the_model_is_left_as_it_was_to_the_bit() -> None:
     mutant = MUTANTS[0]
     model = mutant.build().train()
+    list(model.parameters())[1].requires_grad_(False)
+    trained = [p.requires_grad for p in model.parameters()]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -53,6 +55,7 @@ def test_the_model_is_left_as_it_was_to_the_bit() -> None:
     audit(model, mutant.inputs())
     assert torch.equal(torch.rand(3), expected)
     assert model.training
+    assert [p.requires_grad for p in model.parameters()] == trained
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

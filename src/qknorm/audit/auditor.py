@@ -116,11 +116,6 @@ def _audit(subject: Subject, optimizer: torch.optim.Optimizer | None, trained: b
     findings += probes.find_leaks(subject, not_probed)
     findings += probes.find_disagreement(subject, not_probed)
     findings += probes.find_poison(subject, layers, blind, not_probed)
-    # A layer that could not be asked may be one whose parameters do nothing.
-    silent = [one for one in trace.attentions if one.path and one.path in refused]
-    layers = {one.path: (one.q.shape[1], one.q.shape[-1]) for one in silent} | layers
-    findings += probes.find_idle(subject, layers, not_probed)
-    findings += probes.find_useless_clip(subject, not_probed)
     if any(f.rope is not None for f in formulas.values()):
         moved = probes.is_relative(subject)
         known = {one.code for one in findings}
@@ -128,6 +123,11 @@ def _audit(subject: Subject, optimizer: torch.optim.Optimizer | None, trained: b
         if moved is not None and moved > low and not known & {"QK002", "QK023"}:
             text = f"shifting all positions moves outputs by {moved:.1e}"
             findings.append(finding("QK023", None, text, moved=moved))
+    # A layer that could not be asked may be one whose parameters do nothing.
+    silent = [one for one in trace.attentions if one.path and one.path in refused]
+    layers = {one.path: (one.q.shape[1], one.q.shape[-1]) for one in silent} | layers
+    findings += probes.find_idle(subject, layers, not_probed)
+    findings += probes.find_useless_clip(subject, not_probed)
     findings += _long_context(subject, formulas)
     exercised = [
         f"{len(formulas)} of {len(trace.attentions)} attentions asked for their formula",

@@ -181,9 +181,11 @@ def _slopes(
     subject: Subject, parameters: Iterable[nn.Parameter], path: str, rows: Tensor | None
 ) -> dict[nn.Parameter, _Slope]:
     """Of a random sum of the outputs of the last token, or of chosen rows `[B, T]`. Each gradient is
-    looked at and dropped: together they are as large as the attentions of the model."""
+    looked at and dropped: together they are as large as the attentions of the model. The graph holds
+    what these parameters need and no more."""
     found = dict.fromkeys(parameters, _Slope())
     own = {p: p.grad for p in found}
+    others = [p for p in subject.model.parameters() if p.requires_grad and p not in found]
 
     def look(p: Tensor) -> None:
         assert isinstance(p, nn.Parameter)
@@ -195,6 +197,8 @@ def _slopes(
     try:
         for p in found:
             p.grad = None
+        for p in others:
+            p.requires_grad_(False)
         with torch.enable_grad():
             x = output(subject.paths[path](**subject.inputs))
             if rows is not None:
@@ -206,6 +210,8 @@ def _slopes(
     finally:
         for handle in handles:
             handle.remove()
+        for p in others:
+            p.requires_grad_(True)
         for p, grad in own.items():
             p.grad = grad
     return found
