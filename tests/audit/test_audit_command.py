@@ -19,6 +19,7 @@ from qknorm.audit import audit
 from qknorm.audit.sarif import LEVELS, to_sarif
 from qknorm.audit.testing import assert_qk_norm
 from qknorm.audit.weights import audit_weights
+from qknorm.cli import main
 
 MUTANT = next(m for m in MUTANTS if m.name == "fused-v_normed")
 
@@ -103,12 +104,22 @@ def test_sarif_keeps_what_was_suppressed_with_its_reason() -> None:
     ],
 )
 def test_what_cannot_be_audited_is_one_sentence_and_exit_code_2(
-    module: Path, arguments: list[str]
+    module: Path,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    ended = run(*arguments, folder=module)
-    assert ended.returncode == 2, ended.stdout
-    assert len(ended.stderr.strip().splitlines()) == 1
-    assert ended.stderr.startswith("error: ")
+    monkeypatch.chdir(module)
+    monkeypatch.setattr(sys, "argv", ["qknorm", "audit", *arguments])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    sys.modules.pop("mine", None)
+    out, err = capfd.readouterr()
+    assert ended.value.code == 2, out
+    assert len(err.strip().splitlines()) == 1
+    assert err.startswith("error: ")
 
 
 def test_a_checkpoint_with_and_without_its_weights(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ def test_hard_problem(problem: Problem, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("problem", SERVED.values(), ids=SERVED.keys())
 @pytest.mark.usefixtures("small_tiles")
 def test_hard_problem_in_small_tiles(problem: Problem) -> None:
-    check(triton_attention, problem, torch.float32)
+    # The interpreter runs one tile after another; a second batch row that is alike shows nothing.
+    differ = problem.documents or problem.key_padding or problem.table_per_row
+    check(triton_attention, problem if differ else replace(problem, B=1), torch.float32)
 
 
 @pytest.mark.parametrize("name", list(WITHOUT_IDS)[::3])
@@ -76,7 +78,7 @@ def test_block_boundary(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_NAMES)
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(problem=problems())
 def test_any_problem(dtype: torch.dtype, problem: Problem) -> None:
     if problem.sink == "token":
