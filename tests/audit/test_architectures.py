@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 
 import pytest
-import torch
 
 from architectures import ARCHITECTURES
 from qknorm.audit import audit
-
-TOLERANCE = {"eps": 0.02, "scale": 1e-3, "softcap": 1e-2}
+from readback import assert_read_back
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -20,22 +18,4 @@ def test_the_formula_is_read_back(name: str) -> None:
     model = architecture.make()
     architecture.randomise_(model, 1)
     report = audit(model)
-    assert set(report.formulas) == set(architecture.expected), report.not_probed
-    for path, expected in architecture.expected.items():
-        formula = report.formulas[path]
-        for field, wanted in vars(expected).items():
-            found = getattr(formula, field)
-            if isinstance(wanted, float):
-                assert math.isclose(found, wanted, rel_tol=TOLERANCE[field]), (
-                    path,
-                    field,
-                    found,
-                    wanted,
-                )
-            else:
-                assert found == wanted, (path, field)
-        for side, found in (("q", formula.q_gain_values), ("k", formula.k_gain_values)):
-            stored = architecture.gain(model, path, side)
-            assert (found is None) == (stored is None), (path, side)
-            if found is not None:
-                torch.testing.assert_close(found, stored.double(), rtol=2e-3, atol=2e-3)
+    assert_read_back(report, architecture.expected, partial(architecture.gain, model))

@@ -187,6 +187,17 @@ def test_a_file_of_weights_by_the_command(tmp_path: Path) -> None:
     assert "computes nothing" in ended.stdout
 
 
+def test_findings_of_a_file_are_suppressed_like_those_of_a_model(tmp_path: Path) -> None:
+    constant = {k: torch.ones_like(v) if "norm" in k else v for k, v in qwen3_like().items()}
+    file = write(tmp_path / "a.safetensors", constant)
+    assert audit_weights(file).codes == {"QK020"}
+    ended = run(file, "--suppress", "QK020=not trained")
+    assert ended.returncode == 0, ended.stderr
+    assert "QK020 suppressed: not trained" in ended.stdout
+    with pytest.raises(ValueError, match="QK999"):
+        audit_weights(file, suppress={"QK999": "no such code"})
+
+
 # In tests of users --------------------------------------------------------------------------------
 
 

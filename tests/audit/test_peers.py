@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from torch.nn import functional as F
 from architectures import D, Hq
 from peers import DIM, IMAGES, LANGUAGE, TOKENS, decoder, flux, transformer_flux, x_transformers
 from qknorm.audit import audit
+from readback import assert_read_back
 
-TOLERANCE = {"eps": 0.02, "scale": 1e-3, "softcap": 1e-2}
 PEERS = {f"x-transformers-{one.name}": one for one in LANGUAGE} | {
     f"diffusers-{one.name}": one for one in IMAGES
 }
@@ -33,26 +34,7 @@ def test_the_formula_is_read_back_and_nothing_else_is_found(name: str) -> None:
     peer = PEERS[name]
     model, inputs = peer.build()
     report = audit(model, inputs)
-    assert set(report.formulas) == set(peer.formulas), report.not_probed
-    for path, expected in peer.formulas.items():
-        formula = report.formulas[path]
-        for field, wanted in vars(expected).items():
-            found = getattr(formula, field)
-            if isinstance(wanted, float):
-                assert found is not None, (path, field)
-                assert math.isclose(found, wanted, rel_tol=TOLERANCE[field]), (
-                    path,
-                    field,
-                    found,
-                    wanted,
-                )
-            else:
-                assert found == wanted, (path, field)
-        for side, found in (("q", formula.q_gain_values), ("k", formula.k_gain_values)):
-            stored = peer.gain(model, path, side)
-            assert (found is None) == (stored is None), (path, side)
-            if found is not None:
-                torch.testing.assert_close(found, stored.double(), rtol=2e-3, atol=2e-3)
+    assert_read_back(report, peer.formulas, partial(peer.gain, model))
     assert report.codes == set(peer.codes.split()), report.findings
     notes = {one.code for one in report.findings if one.severity == "info"}
     assert notes == set(peer.notes.split()), report.findings

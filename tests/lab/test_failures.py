@@ -55,6 +55,17 @@ def test_a_disk_that_fills_up_while_saving_leaves_the_old_checkpoint(config, sto
     assert_same_run(stopped, stopped.parent / "whole")
 
 
+def small(text, steps):
+    """What `limited` trains."""
+    return TrainConfig(
+        model=ModelConfig(layers=2, dim=32, heads=2),
+        data=DataConfig(source=str(text)),
+        steps=steps,
+        batch=2,
+        context=16,
+    )
+
+
 def limited(folder, text, limit, *more):
     """`qknorm train` in a process whose files cannot grow past `limit` bytes."""
 
@@ -74,13 +85,7 @@ def limited(folder, text, limit, *more):
 
 def test_a_file_that_cannot_grow_leaves_the_old_checkpoint_and_one_sentence(text, tmp_path):
     folder = tmp_path / "run"
-    run = TrainConfig(
-        model=ModelConfig(layers=2, dim=32, heads=2),
-        data=DataConfig(source=str(text)),
-        steps=20,
-        batch=2,
-        context=16,
-    )
+    run = small(text, steps=20)
     train(run, folder, on_record=at_step(4, stop()))
     old = (folder / CHECKPOINT_FILE).read_bytes()
     assert len(old) > 200_000
@@ -105,13 +110,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_no_half_written_file(text, tm
 
 def test_a_disk_that_fills_up_while_logging_ends_in_one_sentence_and_can_be_resumed(text, tmp_path):
     folder = tmp_path / "run"
-    run = TrainConfig(
-        model=ModelConfig(layers=2, dim=32, heads=2),
-        data=DataConfig(source=str(text)),
-        steps=60,
-        batch=2,
-        context=16,
-    )
+    run = small(text, steps=60)
     train(run, folder, on_record=at_step(4, stop()))
     old = (folder / CHECKPOINT_FILE).read_bytes()
     ended = limited(folder, text, 5000, "--steps", "60", "--resume")

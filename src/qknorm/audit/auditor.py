@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qknorm.audit import probes, rules
-from qknorm.audit.findings import RULES, SEVERITIES, Finding, Report, finding
+from qknorm.audit.findings import Finding, Report, checked_reasons, finding
 from qknorm.audit.formula import Formula, read
 from qknorm.audit.site import NotUnderstoodError, Site, find_sites
 from qknorm.audit.subject import Subject, audited, called
@@ -40,25 +40,10 @@ def audit(
     Raises:
         ValueError: the model cannot be called so, or shows no attention.
     """
-    suppress = dict(suppress or {})
-    unknown = sorted(set(suppress) - set(RULES))
-    if unknown:
-        raise ValueError(f"no such code to suppress: {', '.join(unknown)}")
-    for code, reason in suppress.items():
-        if not reason:
-            raise ValueError(f"suppressing {code} needs a reason")
+    reasons = checked_reasons(suppress)
     with torch.no_grad(), audited(model, inputs) as subject:
         report = _audit(subject, optimizer, trained)
-    kept = [one for one in report.findings if one.code not in suppress]
-    gone = [(one, suppress[one.code]) for one in report.findings if one.code in suppress]
-    kept.sort(key=lambda one: (-SEVERITIES.index(one.severity), one.code, one.layer or ""))
-    return Report(
-        findings=kept,
-        formulas=report.formulas,
-        exercised=report.exercised,
-        not_probed=report.not_probed,
-        suppressed=gone,
-    )
+    return report.suppressing(reasons)
 
 
 def _audit(subject: Subject, optimizer: torch.optim.Optimizer | None, trained: bool) -> Report:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from qknorm.audit.formula import Formula
@@ -269,6 +269,13 @@ class Report:
         low = SEVERITIES.index(severity)
         return [one for one in self.findings if SEVERITIES.index(one.severity) >= low]
 
+    def suppressing(self, reasons: Mapping[str, str]) -> Report:
+        """The same, sorted, with findings of these codes set apart with their reasons."""
+        kept = [one for one in self.findings if one.code not in reasons]
+        kept.sort(key=lambda one: (-SEVERITIES.index(one.severity), one.code, one.layer or ""))
+        gone = [(one, reasons[one.code]) for one in self.findings if one.code in reasons]
+        return replace(self, findings=kept, suppressed=[*self.suppressed, *gone])
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
@@ -278,6 +285,18 @@ class Report:
             "not_probed": self.not_probed,
             "suppressed": [{"reason": reason} | one.to_json() for one, reason in self.suppressed],
         }
+
+
+def checked_reasons(suppress: Mapping[str, str] | None) -> dict[str, str]:
+    """Reasons by code. Raises ValueError for a code that is none, or without a reason."""
+    reasons = dict(suppress or {})
+    unknown = sorted(set(reasons) - set(RULES))
+    if unknown:
+        raise ValueError(f"no such code to suppress: {', '.join(unknown)}")
+    for code, reason in reasons.items():
+        if not reason:
+            raise ValueError(f"suppressing {code} needs a reason")
+    return reasons
 
 
 def plain_formula(formula: Formula) -> dict[str, Any]:

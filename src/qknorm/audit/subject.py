@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qknorm.audit.trace import tensors_of
+
 POSITIONS = ("positions", "position_ids", "pos")
 PADDING = ("key_padding", "attention_mask", "padding_mask")
 DOCUMENTS = ("documents", "document_ids", "segment_ids", "seq_idx")
@@ -67,7 +69,7 @@ class Subject:
 
 def output(value: Any) -> Tensor:
     """The first floating tensor of what a model returns, with three axes if there is one."""
-    found = [t for t in _tensors(value) if t.is_floating_point()]
+    found = [t for t in tensors_of(value) if t.is_floating_point()]
     if not found:
         raise ValueError("the model returns no floating tensor: nothing can be compared")
     return next((t for t in found if t.dim() >= 3), found[0])
@@ -80,17 +82,6 @@ def called(model: nn.Module, call: Callable[[], Any]) -> Any:
     except Exception as error:
         name = type(model).__name__
         raise ValueError(f"{name} raised {type(error).__name__} when it was called: {error}") from error
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
 
 
 @contextmanager

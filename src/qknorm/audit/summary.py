@@ -11,7 +11,7 @@ COLUMNS = ("layers", "norm", "over", "gain", "eps", "order", "RoPE", "scale", "h
 
 def verdict(target: str, failing: int) -> str:
     """The first line."""
-    return f"{target}: {failing} findings" if failing else f"{target}: nothing found"
+    return f"{target}: {failing} finding{'s' * (failing > 1)}" if failing else f"{target}: nothing found"
 
 
 def grouped(findings: list[Finding]) -> list[list[Finding]]:
@@ -28,7 +28,7 @@ def places(group: list[Finding]) -> str:
     layers = [one.layer for one in group if one.layer is not None]
     if not layers:
         return ""
-    return f" ({layers[0]}" + (f" and {len(layers) - 1} more layers)" if len(layers) > 1 else ")")
+    return f" ({layers[0]}" + (f" and {len(layers) - 1} more)" if len(layers) > 1 else ")")
 
 
 def layer_kinds(report: Report) -> list[tuple[str, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -136,7 +136,7 @@ class Trace(TorchFunctionMode):
             self._done(self._sdpa(*args, **kwargs))
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        tensors = list(_tensors((args, tuple(kwargs.values()))))
+        tensors = list(tensors_of((args, tuple(kwargs.values()))))
         # Of a bias and a weight the weight is meant.
         parameter = max(
             (p for t in tensors if (p := self._parameters.get(id(t))) is not None),
@@ -153,7 +153,7 @@ class Trace(TorchFunctionMode):
             self.opaque[self._frames[-1].path if self._frames else ""] = str(func)
         if parameter is not None and len(tensors) == 1:
             # A view of a weight, or weights computed from it, stands for it.
-            for part in _tensors(out):
+            for part in tensors_of(out):
                 self._parameters[id(part)] = parameter
                 self._kept.append(part)
         elif name in PRODUCTS and isinstance(out, Tensor):
@@ -202,7 +202,7 @@ class Trace(TorchFunctionMode):
         elif score.stage == "logits":
             is_shift = "sub" in name and len(tensors) == 2 and tensors[1].shape[-1:] == (1,)
             score = _Score(attention, unshifted=followed if is_shift else None)
-        for result in _tensors(out):
+        for result in tensors_of(out):
             if result.is_floating_point():
                 self._tag(result, score)
 
@@ -258,7 +258,7 @@ class Trace(TorchFunctionMode):
         def seen(call: Any) -> Any:
             def wrapper(function: Any, *args: Any, **kwargs: Any) -> Any:
                 out = call(function, *args, **kwargs)
-                tensors = list(_tensors((args, tuple(kwargs.values()))))
+                tensors = list(tensors_of((args, tuple(kwargs.values()))))
                 if _may_hide_attention(function, tensors):
                     self.opaque[self._frames[-1].path if self._frames else ""] = function.name
                 self._follow("", tensors, out)
@@ -403,12 +403,15 @@ def _keys_come_last(attention: Attention, scores: Tensor) -> bool:
     return likeness(scores[..., -Tk:]) > likeness(scores[..., :Tk])
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Those in tuples, lists and mappings, in their order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
+    elif isinstance(value, Mapping):
+        yield from tensors_of(tuple(value.values()))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ them is said. Order against RoPE, eps, precision, masks and paths need the model
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qknorm.audit.findings import Finding, Report, finding
+from qknorm.audit.findings import Finding, Report, checked_reasons, finding
 
 # Names under which released checkpoints keep projections and norms, after the layer's own prefix.
 SIDES = {"q": "(?:q|query|wq)", "k": "(?:k|key|wk)"}
@@ -37,11 +37,12 @@ class Layer:
     gains: dict[str, Tensor] = field(default_factory=dict)
 
 
-def audit_weights(path: Path) -> Report:
-    """Audit a `.safetensors` or `.gguf` file.
+def audit_weights(path: Path, *, suppress: Mapping[str, str] | None = None) -> Report:
+    """Audit a `.safetensors` or `.gguf` file; `suppress` as of `audit`.
 
     Raises ValueError if it is none, holds no attention, or an extra is missing.
     """
+    reasons = checked_reasons(suppress)
     layers: dict[str, Layer] = {}
     for name, shape, read in _tensors(path):
         for side, word in SIDES.items():
@@ -58,7 +59,7 @@ def audit_weights(path: Path) -> Report:
         formulas={},
         exercised=[f"names, shapes and gains of {len(layers)} layers in {path.name}"],
         not_probed=["order, eps, precision, masks, paths: a file of weights computes nothing"],
-    )
+    ).suppressing(reasons)
 
 
 def _match(name: str, patterns: tuple[str, ...]) -> str | None:

@@ -61,7 +61,7 @@ def audit(
     path = Path(target)
     is_file = path.is_file() and (path.suffix != ".gguf" or weights_only)
     if is_file:
-        report = audit_weights(path)
+        report = audit_weights(path, suppress=declared)
     else:
         model, inputs = load(target, weights=weights)
         is_trained = (path.exists() and weights) if trained is None else trained
