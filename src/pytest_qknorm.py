@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture
 def assert_qk_norm() -> Callable[..., Any]:
-    """`qknorm.audit.testing.assert_qk_norm`: fails with one line for each finding."""
-    from qknorm.audit.testing import assert_qk_norm
+    """`qknorm.auditor.testing.assert_qk_norm`: fails with one line for each finding."""
+    from qknorm.auditor.testing import assert_qk_norm
 
     return assert_qk_norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from importlib.metadata import requires, version
@@ -29,11 +30,12 @@ def test_every_public_name_exists_and_has_a_docstring(name):
     assert (getattr(qknorm, name).__doc__ or "").strip()
 
 
-def test_the_auditor_is_a_function_beside_the_package_of_its_name():
-    from qknorm.audit import Report
-    from qknorm.audit.auditor import audit
+def test_the_audit_is_a_function_and_its_package_has_another_name():
+    from qknorm.auditor import Report
+    from qknorm.auditor.auditor import audit
 
     assert qknorm.audit is audit
+    assert importlib.import_module("qknorm.auditor.testing").assert_qk_norm  # F50
     layer = torch.nn.TransformerEncoderLayer(16, 2)
     assert isinstance(qknorm.audit(layer, torch.randn(5, 1, 16)), Report)
 

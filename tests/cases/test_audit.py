@@ -28,7 +28,7 @@ from audited import (
     turn,
     uneven,
 )
-from qknorm.audit import audit
+from qknorm.auditor import audit
 
 # 2, 6, 9: over what the statistic is taken -----------------------------------------------------------
 

@@ -26,9 +26,9 @@ from audited import (
     tokens,
     uneven,
 )
-from qknorm.audit import audit
-from qknorm.audit.targets import load
-from qknorm.audit.weights import audit_weights
+from qknorm.auditor import audit
+from qknorm.auditor.targets import load
+from qknorm.auditor.weights import audit_weights
 from qknorm.nn import param_groups
 
 # 20, 22, 23: gains that come from elsewhere -----------------------------------------------------------

@@ -31,7 +31,7 @@ from audited import (
     turn,
     uneven,
 )
-from qknorm.audit import audit
+from qknorm.auditor import audit
 
 # 7, 8, 25: fast paths ---------------------------------------------------------------------------------
 

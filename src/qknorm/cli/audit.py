@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 import qknorm
-from qknorm.audit import SEVERITIES, Report
-from qknorm.audit import audit as run_audit
-from qknorm.audit.sarif import to_sarif
-from qknorm.audit.summary import COLUMNS, grouped, layer_kinds, places, verdict
-from qknorm.audit.targets import load
-from qknorm.audit.weights import audit_weights
+from qknorm.auditor import SEVERITIES, Report
+from qknorm.auditor import audit as run_audit
+from qknorm.auditor.sarif import to_sarif
+from qknorm.auditor.summary import COLUMNS, grouped, layer_kinds, places, verdict
+from qknorm.auditor.targets import load
+from qknorm.auditor.weights import audit_weights
 from qknorm.cli import options as o
 from qknorm.cli.audit_page import to_html
 from qknorm.cli.console import complain, out, print_json

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.resources import files
 
 import qknorm
-from qknorm.audit import Report
-from qknorm.audit.summary import COLUMNS, grouped, layer_kinds, verdict
+from qknorm.auditor import Report
+from qknorm.auditor.summary import COLUMNS, grouped, layer_kinds, verdict
 
 
 def to_html(report: Report, target: str, failing: int) -> str:

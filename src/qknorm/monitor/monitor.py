@@ -23,7 +23,7 @@ LOG = logging.getLogger("qknorm")
 # Names under which wrappers of torch keep what they wrap.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
-Sink = Callable[[Record], object]
+Destination = Callable[[Record], object]
 
 
 class Monitor:
@@ -51,7 +51,7 @@ class Monitor:
         every: int,
         reducer: Reducer,
         heads_offset: Callable[[str, int], int] | None,
-        to: list[Sink],
+        to: list[Destination],
     ) -> None:
         self.layers = layers
         self.every = every
@@ -70,7 +70,7 @@ class Monitor:
         rows: int | None = None,
         group: dist.ProcessGroup | None = None,
         tensor_parallel: dist.ProcessGroup | None = None,
-        to: Sink | Iterable[Sink] = (),
+        to: Destination | Iterable[Destination] = (),
     ) -> Monitor:
         """Observe every attention layer of the model that a tap serves.
 
@@ -88,7 +88,7 @@ class Monitor:
         Raises:
             ValueError: no layer has a tap, the model is watched already, or an option makes no sense.
         """
-        sinks = [to] if callable(to) else list(to)
+        destinations = [to] if callable(to) else list(to)
         if every < 1:
             raise ValueError(f"every must be at least 1 step; got {every}")
         if rows is not None and rows < 1:
@@ -139,7 +139,7 @@ class Monitor:
                 every=every,
                 reducer=reducer,
                 heads_offset=offset,
-                to=sinks,
+                to=destinations,
             )
 
     def detach(self) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qknorm.audit.findings import Finding, finding
-from qknorm.audit.site import Site
-from qknorm.audit.subject import DOCUMENTS, Subject, output
-from qknorm.audit.trace import HIDDEN
+from qknorm.auditor.findings import Finding, finding
+from qknorm.auditor.site import Site
+from qknorm.auditor.subject import DOCUMENTS, Subject, output
+from qknorm.auditor.trace import HIDDEN
 
 AGREE = {torch.float64: 1e-8, torch.float32: 2e-4}
 AGREE_LOW = 6e-2

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qknorm.audit.trace import Attention, Frame, Trace, run
+from qknorm.auditor.trace import Attention, Frame, Trace, run
 
 SAMPLES = 128  # by which a column is told from thousands of others
 FEWEST_DRAWS = 16

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qknorm.audit.norms import NORMS, Key, axes_of, by_share, normalized, shares
-from qknorm.audit.scores import Scores, read_scores
-from qknorm.audit.site import NotUnderstoodError, Site
+from qknorm.auditor.norms import NORMS, Key, axes_of, by_share, normalized, shares
+from qknorm.auditor.scores import Scores, read_scores
+from qknorm.auditor.site import NotUnderstoodError, Site
 
 SPREAD = 8.0  # standard deviation of raw entries, beside which no sensible eps counts
 SMALL = 0.25  # that which no clamp of projections reaches

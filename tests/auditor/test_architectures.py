@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from architectures import ARCHITECTURES
-from qknorm.audit import audit
+from qknorm.auditor import audit
 from readback import assert_read_back
 
 

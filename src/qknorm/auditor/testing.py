@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from qknorm.audit.auditor import audit
-from qknorm.audit.findings import Report, Severity
+from qknorm.auditor.auditor import audit
+from qknorm.auditor.findings import Report, Severity
 
 
 def assert_qk_norm(

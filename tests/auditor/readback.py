@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qknorm.audit import Report
+from qknorm.auditor import Report
 
 TOLERANCE = {"eps": 0.02, "scale": 1e-3, "softcap": 1e-2}
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qknorm.audit.trace import tensors_of
+from qknorm.auditor.trace import tensors_of
 
 POSITIONS = ("positions", "position_ids", "pos")
 PADDING = ("key_padding", "attention_mask", "padding_mask")
@@ -118,7 +118,7 @@ def _subject(model: nn.Module, inputs: Any) -> Subject:
     if callable(getattr(model, "paths", None)):
         _add_declared_paths(subject)
     elif _is_transformers(model):
-        from qknorm.audit.transformers_paths import add_paths
+        from qknorm.auditor.transformers_paths import add_paths
 
         add_paths(subject)
     else:
@@ -132,7 +132,7 @@ def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
             raise ValueError(
                 f"{type(model).__name__} is no Hugging Face model: pass inputs, what it is called with"
             )
-        from qknorm.audit.transformers_paths import example_inputs
+        from qknorm.auditor.transformers_paths import example_inputs
 
         return example_inputs(model)
     if isinstance(inputs, Mapping):

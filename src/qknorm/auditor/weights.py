@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qknorm.audit.findings import Finding, Report, checked_reasons, finding
+from qknorm.auditor.findings import Finding, Report, checked_reasons, finding
 
 # Names under which released checkpoints keep projections and norms, after the layer's own prefix.
 SIDES = {"q": "(?:q|query|wq)", "k": "(?:k|key|wk)"}

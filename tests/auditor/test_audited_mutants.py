@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mutants import HEALTHY, MUTANTS, Mutant
-from qknorm.audit import RULES, Report, audit
+from qknorm.auditor import RULES, Report, audit
 
 
 def report_on(mutant: Mutant) -> Report:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qknorm.audit import probes, rules
-from qknorm.audit.findings import Finding, Report, checked_reasons, finding
-from qknorm.audit.formula import Formula, read
-from qknorm.audit.site import NotUnderstoodError, Site, find_sites
-from qknorm.audit.subject import Subject, audited, called
-from qknorm.audit.trace import HIDDEN, Trace, plainly, run
+from qknorm.auditor import probes, rules
+from qknorm.auditor.findings import Finding, Report, checked_reasons, finding
+from qknorm.auditor.formula import Formula, read
+from qknorm.auditor.site import NotUnderstoodError, Site, find_sites
+from qknorm.auditor.subject import Subject, audited, called
+from qknorm.auditor.trace import HIDDEN, Trace, plainly, run
 
 LONG = 32_768  # tokens of context
 

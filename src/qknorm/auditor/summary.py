@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qknorm.audit.findings import Finding, Report, plain_formula
+from qknorm.auditor.findings import Finding, Report, plain_formula
 
 COLUMNS = ("layers", "norm", "over", "gain", "eps", "order", "RoPE", "scale", "heads", "mask")
 

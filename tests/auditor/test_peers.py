@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from architectures import D, Hq
 from peers import DIM, IMAGES, LANGUAGE, TOKENS, decoder, flux, transformer_flux, x_transformers
-from qknorm.audit import audit
+from qknorm.auditor import audit
 from readback import assert_read_back
 
 PEERS = {f"x-transformers-{one.name}": one for one in LANGUAGE} | {

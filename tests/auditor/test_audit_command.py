@@ -15,10 +15,10 @@ import torch
 
 from architectures import ARCHITECTURES
 from mutants import HEALTHY, MUTANTS
-from qknorm.audit import audit
-from qknorm.audit.sarif import LEVELS, to_sarif
-from qknorm.audit.testing import assert_qk_norm
-from qknorm.audit.weights import audit_weights
+from qknorm.auditor import audit
+from qknorm.auditor.sarif import LEVELS, to_sarif
+from qknorm.auditor.testing import assert_qk_norm
+from qknorm.auditor.weights import audit_weights
 from qknorm.cli import main
 
 MUTANT = next(m for m in MUTANTS if m.name == "fused-v_normed")

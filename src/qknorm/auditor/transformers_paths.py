@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qknorm.audit.subject import Subject
+    from qknorm.auditor.subject import Subject
 
 BATCH, TOKENS = 8, 24
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qknorm import Mask, NormDialect, UnsupportedError, attention
-from qknorm.audit import Formula, Report, audit
+from qknorm.auditor import Formula, Report, audit
 from qknorm.lab.arms import ARMS
 from qknorm.lab.model import LanguageModel, ModelConfig
 from qknorm.nn import Attention, AttentionConfig, RotaryEmbedding

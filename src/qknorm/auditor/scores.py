@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qknorm.audit.site import Site
-from qknorm.audit.trace import HIDDEN, Attention
+from qknorm.auditor.site import Site
+from qknorm.auditor.trace import HIDDEN, Attention
 
 EXACT = 1e-4  # the relative residual of a straight line
 FAR = 30.0  # standard deviation of raw entries that drives logits into any cap or clamp in use

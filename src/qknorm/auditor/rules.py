@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from qknorm.audit.findings import Finding, finding
-from qknorm.audit.formula import CONSECUTIVE, EXACT, Formula, Side, answers
-from qknorm.audit.scores import Scores
-from qknorm.audit.site import Site
+from qknorm.auditor.findings import Finding, finding
+from qknorm.auditor.formula import CONSECUTIVE, EXACT, Formula, Side, answers
+from qknorm.auditor.scores import Scores
+from qknorm.auditor.site import Site
 
 LOW_EPS = 0.9e-6  # 1e-6 as far as it can be measured
 MOST_STEPS = 3  # of CONSECUTIVE tokens: within a row, to the next row, and from text to an image

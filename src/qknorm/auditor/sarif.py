@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qknorm.audit.findings import RULES, Report, Severity
+from qknorm.auditor.findings import RULES, Report, Severity
 
 LEVELS: dict[Severity, str] = {"info": "note", "warning": "warning", "error": "error"}
 
