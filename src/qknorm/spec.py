@@ -46,7 +46,7 @@ def _choose(name: str, value: object, options: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(options)}; got {value!r}")
 
 
-class _ByValue:
+class ByValue:
     """Equality and hash of a frozen dataclass that may hold tensors, which compare by their entries."""
 
     def __eq__(self, other: object) -> bool:
@@ -67,7 +67,7 @@ def _same(a: object, b: object) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Mask(_ByValue):
+class Mask(ByValue):
     """Which (query, key) pairs are visible. The conditions combine by "and".
 
     Queries are the last Tq of the Tk tokens (bottom-right alignment), so query i is token
@@ -190,7 +190,7 @@ class Mask(_ByValue):
 
 
 @dataclass(frozen=True, eq=False)
-class Rope(_ByValue):
+class Rope(ByValue):
     """A table of rotations. The rotary width R is twice its last axis; there is no default width.
 
     Attributes:
@@ -227,7 +227,7 @@ class Rope(_ByValue):
 
 
 @dataclass(frozen=True, eq=False)
-class SinkToken(_ByValue):
+class SinkToken(ByValue):
     """A learnable key and value per key head that every query sees, on top of the mask.
 
     The key passes through the norm of the keys if there is one. It stands outside RoPE: neither it
@@ -250,7 +250,7 @@ class SinkToken(_ByValue):
 
 
 @dataclass(frozen=True, eq=False)
-class RowSink(_ByValue):
+class RowSink(ByValue):
     """A sink whose logit differs by query, computed by the caller.
 
     Attributes:

@@ -267,3 +267,36 @@ def test_an_unknown_request_is_refused() -> None:
     q, k = offset_inputs(0.0)
     with pytest.raises(ValueError, match="stats"):
         qknorm.attention(q, k, k, mask=Mask(), stats="row")
+
+
+@pytest.mark.parametrize("carriers", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_f19_a_sink_counts_once_whichever_part_carries_it(carriers: tuple[int, ...]) -> None:
+    q, k = offset_inputs(0.0)
+    sink = torch.tensor([0.0, 9.0, -3.0, 12.0])
+    options = {"mask": Mask(), "scale": 1.0, "stats": "rows"}
+    whole = qknorm.logit_stats(q, k, sink=sink, **options)
+    edges = (0, 7, 25, 50)
+    parts = [
+        qknorm.logit_stats(q, k[:, :, lo:hi], sink=sink.clone() if i in carriers else None, **options)
+        for i, (lo, hi) in enumerate(itertools.pairwise(edges))
+    ]
+    merged = parts[0].merge_keys(*parts[1:])
+    assert whole.sink_mass.max() > 0.5
+    assert_same(merged, whole, 1e-6)
+    torch.testing.assert_close(merged.rows.lse, whole.rows.lse, rtol=1e-6, atol=1e-6)
+
+
+def test_f19_parts_with_different_sinks_are_refused() -> None:
+    q, k = offset_inputs(0.0)
+    options = {"mask": Mask(), "scale": 1.0, "stats": "rows"}
+    one, other = (qknorm.logit_stats(q, k, sink=torch.full((4,), s), **options) for s in (1.0, 2.0))
+    with pytest.raises(ValueError, match="different sinks"):
+        one.merge_keys(other)
+
+
+def test_f16_statistics_compare_by_their_values() -> None:
+    q, k = offset_inputs(0.0)
+    one, same = (qknorm.logit_stats(q, k, stats="rows") for _ in range(2))
+    assert one == same
+    assert one != qknorm.logit_stats(q + 1, k, stats="rows")
+    assert one != "something else"

@@ -17,12 +17,13 @@ from torch.func import grad, jacrev, jvp, vmap
 import qknorm
 from qknorm import Mask, Rope, UnsupportedError
 from qknorm.ops.backends import BACKENDS
+from qknorm.ops.backends.call import Case
 
 N, B, HQ, HK, T, D = 3, 2, 4, 2, 9, 16
 NAMES = ("q", "k", "v", "q_gain", "k_gain", "sink")
-HAS_CPU = BACKENDS["cpu"].refuses(qknorm.ops.backends.call.Case(
-    device="cpu", dtype=torch.float32, head_dim=D, value_dim=D
-)) is None  # fmt: skip
+HAS_CPU = (
+    BACKENDS["cpu"].refuses(Case(device="cpu", dtype=torch.float32, head_dim=D, value_dim=D)) is None
+)
 FAST = [
     pytest.param("cpu", marks=pytest.mark.skipif(not HAS_CPU, reason="no cpu backend on this machine")),
     "stock",
@@ -140,3 +141,43 @@ def test_f15_a_second_derivative_is_refused_and_not_zero(backend: str) -> None:
     fn = functools.partial(loss, backend=backend)
     with pytest.raises(RuntimeError, match=r"no second derivative.*reference"):
         grad(lambda q: grad(fn)(q, *inputs[1:]).square().sum())(inputs[0])
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_f5_tables_of_cos_and_sin_get_their_gradient(layout: str) -> None:
+    q, k, v, q_gain, k_gain, _ = (x[0] for x in examples())
+    angle = torch.arange(T)[:, None] * torch.tensor([1.0, 0.1, 0.01])
+
+    def gradients(backend: str, dtype: torch.dtype) -> list[Tensor]:
+        cos, sin = (x.to(dtype).requires_grad_() for x in (angle.cos(), angle.sin()))
+        named = {"q_gain": q_gain.to(dtype), "k_gain": k_gain.to(dtype), "rope": Rope(cos, sin, layout)}
+        out = qknorm.attention(*(x.to(dtype) for x in (q, k, v)), **named, backend=backend)
+        return list(torch.autograd.grad(out.square().sum(), (cos, sin)))
+
+    wanted = gradients("reference", torch.float64)
+    for a, w in zip(gradients("auto", torch.float32), wanted, strict=True):
+        assert w.norm() > 1
+        torch.testing.assert_close(a.double(), w, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("which", ["cos", "sin"])
+@pytest.mark.parametrize("backend", ["cpu", "triton", "compose"])
+def test_f5_a_backend_that_does_not_differentiate_a_table_refuses_it(backend: str, which: str) -> None:
+    case = Case(
+        device="cpu" if backend == "cpu" else "cuda",
+        dtype=torch.float16,
+        head_dim=64,
+        value_dim=64,
+        is_dense=True,
+        table_has_gradient=True,
+    )
+    assert BACKENDS[backend].refuses(case) is not None
+    if backend == "cpu" and HAS_CPU:
+        q, k, v, *_ = (x[0] for x in examples())
+        parts = {"cos": torch.ones(T, 2), "sin": torch.zeros(T, 2)}
+        parts[which].requires_grad_()
+        rope = Rope(**parts, layout="half")
+        with pytest.raises(UnsupportedError, match=r"gradient of cos and sin.*stock"):
+            qknorm.attention(q, k, v, rope=rope, backend=backend)
+        with torch.no_grad():
+            qknorm.attention(q, k, v, rope=rope, backend=backend)

@@ -5,9 +5,11 @@ A kernel that knows only plain and causal attention becomes this operator by two
 * A mask that it does not know is cut into blocks of queries, each with the keys it may see and a
   small additive mask. Nothing grows with T x T.
 * A sink needs no kernel of its own. Forward: `lse' = logaddexp(lse, sink)` and
-  `out' = out * exp(lse - lse')`. Backward: the kernel's backward, called with out' and lse' in
-  place of out and lse, computes P = exp(s - lse') and delta = rowsum(dO * out'), which are those of
-  the softmax with the sink, so its dq, dk and dv are exact; and
+  `out' = out * exp(lse - lse')`, in fp32 until the one rounding at the end. (An out that is rounded
+  before would round back to itself where the sink is weak, and the gradient would lose the sink.)
+  Backward: the kernel's backward, called with out' and lse' in place of out and lse, computes
+  P = exp(s - lse') and delta = rowsum(dO * out'), which are those of the softmax with the sink, so its
+  dq, dk and dv are exact; and
   `d_sink = sum over rows of exp(sink - lse') * (rowsum(dO * sink_value) - delta)`.
 
 Norm and RoPE come before, in tensor code that autograd differentiates. The statistics are a pass of
@@ -89,6 +91,8 @@ def _forward(given: Inputs, stats: int) -> Found:
     B, Hq, Tq, _ = q.shape
     Tk = k.shape[2]
     wide = spec.compute_dtype(q.dtype)
+    if sink is not None:
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
     out = q.new_zeros(B, Hq, Tq, v.shape[-1])
     lse = torch.full((B, Hq, Tq), -torch.inf, dtype=wide, device=q.device)
     pieces = _pieces(mask, Tq, Tk)
@@ -111,11 +115,10 @@ def _forward(given: Inputs, stats: int) -> Found:
     if sink is not None:
         total = torch.logaddexp(lse, sink)
         kept = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
-        mixed = out.to(wide) * kept[..., None]
+        out, lse = out * kept[..., None], total
         if x.sink_value is not None:
-            mixed += torch.exp(sink - total)[..., None] * x.sink_value.to(wide)[:, None]
-        out, lse = mixed.to(q.dtype), total
-    return Found(out, lse, *_statistics(given, stats))
+            out += torch.exp(sink - total)[..., None] * x.sink_value.to(wide)[:, None]
+    return Found(out.to(given.v.dtype), lse, *_statistics(given, stats))
 
 
 def _statistics(x: Inputs, stats: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
