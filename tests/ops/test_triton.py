@@ -209,7 +209,7 @@ def test_the_statistics_alone_equal_the_streamed_ones(problem_name: str, sampled
         tokens, q = at + k.shape[2] - q.shape[2], q[:, :, at]
     arguments = (q, k, tokens, mask.documents, mask.key_padding, mask.causal, mask.window, -0.3)
     for name, actual, wanted in zip(
-        ("max", "log_sum", "entropy", "keys"),
+        ("max", "log_sum", "entropy", "first_logit", "keys", "first_key"),
         launch.logit_stats(*arguments),
         rows_by_stream(*arguments),
         strict=True,
