@@ -26,7 +26,7 @@ def built(**options):
 def whole(layer, x, positions=None, **mask):
     positions = torch.arange(x.shape[1]) if positions is None else positions
     with torch.no_grad():
-        return layer(x, rope=ROTARY(positions), mask=Mask(causal=True, **mask))[0]
+        return layer(x, rope=ROTARY(positions), mask=Mask(causal=True, **mask))
 
 
 def by_pieces(layer, x, sizes, cache=None, start=0, positions=None, **mask):
@@ -36,9 +36,9 @@ def by_pieces(layer, x, sizes, cache=None, start=0, positions=None, **mask):
     with torch.no_grad():
         for size in sizes:
             end = start + size
-            rope = ROTARY(size, start=start) if positions is None else ROTARY(positions[:, start:end])
+            rope = ROTARY if positions is None else ROTARY(positions[:, :end])
             own = {name: value[:, :end] for name, value in mask.items()}
-            out, _ = layer(x[:, start:end], rope=rope, mask=Mask(causal=True, **own), cache=cache)
+            out = layer(x[:, start:end], rope=rope, mask=Mask(causal=True, **own), cache=cache)
             outs.append(out)
             start = end
             assert cache.length == end
@@ -102,7 +102,7 @@ def test_statistics_of_the_pieces_merge_to_those_of_the_whole():
         _, total = layer(x, rope=ROTARY(T), stats=True)
         for start, size in ((0, 7), (7, 1), (8, 4)):
             piece = x[:, start : start + size]
-            parts.append(layer(piece, rope=ROTARY(size, start=start), cache=cache, stats=True)[1])
+            parts.append(layer(piece, rope=ROTARY, cache=cache, stats=True)[1])
     merged = parts[0].merge(*parts[1:])
     assert merged.row_count == total.row_count == 2 * T
     for name in ("max_logit", "entropy_nats", "entropy_ratio", "sink_mass"):
@@ -138,10 +138,7 @@ def test_reorder_continues_with_the_chosen_rows(rows):
 def test_a_cache_also_works_while_gradients_are_recorded():
     layer, x = built(sink="token")
     cache = layer.new_cache(2, T)
-    parts = [
-        layer(x[:, a:b], rope=ROTARY(b - a, start=a), cache=cache)[0]
-        for a, b in ((0, 5), (5, 6), (6, 12))
-    ]
+    parts = [layer(x[:, a:b], rope=ROTARY, cache=cache) for a, b in ((0, 5), (5, 6), (6, 12))]
     assert_close(torch.cat(parts, 1).detach(), whole(layer, x), atol=1e-10, rtol=1e-10)
 
 
@@ -154,7 +151,7 @@ def test_a_new_cache_takes_the_dtype_and_shape_of_its_layer(dtype):
     assert (cache.length, cache.max_length) == (0, 20)
     assert layer.new_cache(1, 2, dtype=torch.float64).keys.dtype == torch.float64
     with torch.no_grad():
-        out, _ = layer(torch.randn(3, 4, C, dtype=dtype), cache=cache)
+        out = layer(torch.randn(3, 4, C, dtype=dtype), cache=cache)
     assert out.dtype == dtype
 
 
@@ -255,7 +252,10 @@ def bad_calls():
     return {
         "key_padding": {"mask": Mask(causal=True, key_padding=torch.ones(2, 1, dtype=torch.bool))},
         "documents": {"mask": Mask(causal=True, documents=torch.zeros(2, 4, dtype=torch.long))},
-        "table": {"rope": ROTARY(6)},
+        "table_of_new_tokens_only": {"rope": ROTARY(1, start=5)},
+        "table_too_long": {"rope": ROTARY(7)},
+        "table_wide": {"rope": RotaryEmbedding(8, layout="half")},
+        "no_table": {"rope": (torch.ones(6, 2), torch.ones(6, 2))},
         "stats": {"stats": "row"},
     }
 
@@ -267,7 +267,7 @@ def test_a_refused_forward_leaves_the_cache_unchanged(what):
     cache = layer.new_cache(2, T)
     by_pieces(layer, x, [5], cache)
     before = snapshot(cache)
-    options = {"rope": ROTARY(1, start=5), **bad_calls()[what]}
+    options = {"rope": ROTARY, **bad_calls()[what]}
     with torch.no_grad(), pytest.raises(ValueError):  # noqa: PT011 - the messages are tested elsewhere
         layer(x[:, 5:6], cache=cache, **options)
     assert_unchanged(cache, before)
@@ -279,5 +279,5 @@ def test_a_forward_beyond_the_capacity_is_refused_and_leaves_the_cache_unchanged
     by_pieces(layer, x, [5], cache)
     before = snapshot(cache)
     with torch.no_grad(), pytest.raises(ValueError, match=r"holds 6 tokens; 5 \+ 2 do not fit"):
-        layer(x[:, 5:7], rope=ROTARY(2, start=5), cache=cache)
+        layer(x[:, 5:7], rope=ROTARY, cache=cache)
     assert_unchanged(cache, before)

@@ -6,14 +6,15 @@ Dense, through the reference: for short contexts of the lab only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from qknorm import spec
 from qknorm.nn import Attention, AttentionConfig, KVCache
 from qknorm.ops.backends import reference
-from qknorm.ops.stats import Stats, StatsRequest
+from qknorm.ops.stats import Stats, StatsRequest, check_request
 from qknorm.spec import Mask, Rope
 
 
@@ -52,11 +53,13 @@ class CappedAttention(Attention):
         super().__init__(config)
         self.cap = cap
 
-    def logit_bound(self, rope: Rope | None = None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """The cap, or the bound of the norm if that is lower."""
-        limit = torch.full((self.config.num_heads,), self.cap.limit)
-        bound = super().logit_bound(rope, dtype)
-        return limit if bound is None else torch.minimum(bound, limit.to(bound.device))
+    def logit_bound(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The cap, or the bound of the norm if that is lower; arguments as those of the base class."""
+        limit = torch.full(
+            (self.config.num_heads,), self.cap.limit, dtype=torch.float32, device=self.qkv.weight.device
+        )
+        bound = super().logit_bound(*args, **kwargs)
+        return limit if bound is None else bound.clamp(max=self.cap.limit)
 
     def attend(
         self,
@@ -72,6 +75,9 @@ class CappedAttention(Attention):
         """Norm, RoPE and dense attention with capped logits."""
         c = self.config
         q_hat, k_hat = self.norm_rope(q, k, rope)
+        # What is refused must not have reached the cache.
+        check_request(stats)
+        spec.check_mask(mask, q, k.shape[2] + (0 if cache is None else cache.length))
         if cache is not None:
             k_hat, v = cache.append(k_hat, v)
         G = c.num_heads // c.kv_heads
