@@ -73,16 +73,22 @@ class CappedAttention(Attention):
         stats: StatsRequest,
     ) -> tuple[Tensor, Stats | None]:
         """Norm, RoPE and dense attention with capped logits."""
-        c = self.config
         q_hat, k_hat = self.norm_rope(q, k, rope)
         # What is refused must not have reached the cache.
         check_request(stats)
         spec.check_mask(mask, q, k.shape[2] + (0 if cache is None else cache.length))
-        if cache is not None:
-            k_hat, v = cache.append(k_hat, v)
+        if cache is None:
+            return self._attend_dense(q_hat, k_hat, v, mask, stats)
+        with cache.adding(k_hat, v) as (keys, values):
+            return self._attend_dense(q_hat, keys, values, mask, stats)
+
+    def _attend_dense(
+        self, q_hat: Tensor, k_hat: Tensor, v: Tensor, mask: Mask, stats: StatsRequest
+    ) -> tuple[Tensor, Stats | None]:
+        c = self.config
         G = c.num_heads // c.kv_heads
         scale = c.width**-0.5 if c.scale is None else c.scale
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(v.device.type, enabled=False):
             k_wide, v_wide = (x.float().repeat_interleave(G, dim=1) for x in (k_hat, v))
             logits = self.cap(scale * (q_hat.float() @ k_wide.mT))
             out, rows = reference.attend(logits, v_wide, mask, stats=bool(stats))

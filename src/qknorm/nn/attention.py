@@ -347,13 +347,8 @@ class Attention(MarkedModule):
             )
         if cache is None:
             return serve()
-        length = cache.length
-        cache.append(k_hat, v)
-        try:
+        with cache.adding(k_hat, v):
             return serve()
-        except BaseException:
-            cache.crop(length)
-            raise
 
 
 def _table(rope: RotaryEmbedding | Rope | None, tokens: int, cached: int) -> Rope | None:

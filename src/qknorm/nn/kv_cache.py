@@ -5,6 +5,9 @@ Shapes: B batch, Hk key heads, T tokens, D key width, Dv value width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -81,6 +84,16 @@ class KVCache:
         values[:, :, self.length :] = v
         self.length += k_hat.shape[2]
         return keys, values
+
+    @contextmanager
+    def adding(self, k_hat: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """`append`, undone if what follows raises."""
+        length = self.length
+        try:
+            yield self.append(k_hat, v)
+        except BaseException:
+            self.length = length
+            raise
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens (speculative decoding, a shared prompt)."""

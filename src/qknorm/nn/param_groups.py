@@ -12,6 +12,8 @@ from qknorm.nn.marks import GAIN, marked_parameters
 
 # What output heads are called, as whole parts of a name.
 HEADS = frozenset(("head", "heads", "lm_head", "lm_heads", "output", "output_layer", "embed_out"))
+# What embeddings are called that are bare parameters: tables of positions, and PEFT's adapters.
+EMBEDDINGS = ("wte", "wpe", "tok_emb", "pos_emb", "pos_embed", "lora_embedding_A", "lora_embedding_B")
 
 
 def param_groups(
@@ -30,9 +32,10 @@ def param_groups(
       * `gain`: gains stored as 1 + w, only with `gain_decay > 0`, whose decay pulls them to 1.
       * `no_decay`: gains, sinks, biases and all that belongs to a norm.
 
-    An embedding is known by its type, and a head that is tied to it by being the same parameter. A
-    head of its own is known by its name: one of `HEADS` as a whole part, outside of numbered blocks.
-    Frozen parameters are left out, shared ones are listed once.
+    An embedding is known by its type, or by one of `EMBEDDINGS` as a whole part of its name; a head
+    that is tied to it by being the same parameter; a head of its own by one of `HEADS` as a whole part
+    of its name, outside of numbered blocks; a norm by a class whose name ends with "Norm". Frozen
+    parameters are left out, shared ones are listed once.
 
     Args:
         model: any module, before it is wrapped in `FullyShardedDataParallel`.
@@ -59,7 +62,7 @@ def param_groups(
             embeddings.update(map(id, module.parameters()))
         elif kind_name.endswith("Norm"):
             norms.update(map(id, module.parameters(recurse=False)))
-    apart = frozenset(no_matrix)
+    apart = frozenset((*no_matrix, *EMBEDDINGS))
     groups: dict[str, list[Parameter]] = {"matrix": [], "decay": [], "gain": [], "no_decay": []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
