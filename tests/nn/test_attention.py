@@ -264,6 +264,24 @@ def test_state_dict_holds_the_parameters_and_what_the_gains_mean_and_round_trips
     assert torch.equal(other(x), layer(x))
 
 
+@pytest.mark.parametrize("variant", ["default", "no_norm", "token", "full", "after_rope", "value"])
+def test_a_rotary_embedding_is_its_table_of_all_tokens(variant):
+    """Build 6, with the result a tensor unless statistics are asked for."""
+    layer, x = built(**VARIANTS[variant])
+    rotary = RotaryEmbedding(4, layout="interleaved")
+    out = layer(x, rope=rotary)
+    assert isinstance(out, torch.Tensor)
+    assert torch.equal(out, layer(x, rope=rotary(T)))
+    with_stats = layer(x, rope=rotary, stats=True)
+    assert isinstance(with_stats, tuple)
+    assert torch.equal(with_stats[0], out)
+    assert not torch.equal(out, layer(x))
+    with pytest.raises(ValueError, match="8 positions for 9 keys, of which 0 are cached"):
+        layer(x, rope=rotary(T - 1))
+    with pytest.raises(ValueError, match="RotaryEmbedding or a Rope; got tuple"):
+        layer(x, rope=(rotary(T).cos, rotary(T).sin))
+
+
 def test_state_dict_shapes_follow_the_heads():
     layer, _ = built(num_kv_heads=2, head_dim=10, sink="token")
     shapes = {name: tuple(p.shape) for name, p in layer.state_dict().items()}
@@ -372,11 +390,10 @@ def test_one_full_graph_serves_every_length(kind, dynamic):
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for index, length in enumerate((16, 23, 40, 9)):
         part = x[:, :length].clone()
-        rope = rotary(length, start=3)
         # From the third length on nothing may be left to specialise.
         with torch._dynamo.config.patch(error_on_recompile=index >= 2):
-            out, stats = compiled(part, rope=rope, stats=True)
-        expected, expected_stats = layer(part, rope=rope, stats=True)
+            out, stats = compiled(part, rope=rotary, stats=True)
+        expected, expected_stats = layer(part, rope=rotary, stats=True)
         assert_close(out, expected, atol=1e-5, rtol=1e-5)
         assert_close(stats.max_logit, expected_stats.max_logit, atol=1e-5, rtol=1e-5)
         assert_close(stats.entropy_nats, expected_stats.entropy_nats, atol=1e-5, rtol=1e-5)
@@ -397,11 +414,39 @@ def test_the_bound_of_the_layer_is_never_exceeded(variant, rotary_dim):
     torch.manual_seed(5)
     with torch.no_grad():
         layer.qkv.weight.copy_(torch.randn_like(layer.qkv.weight) ** 5 * 100)
-    bound = layer.logit_bound(rope)
+    bound = layer.logit_bound(rope, rotary_dim=None if rope else 0)
     assert tuple(bound.shape) == (4,)
     for _ in range(20):
         _, stats = layer(torch.randn_like(x) ** 3, rope=rope, mask=Mask(), stats=True)
         assert (stats.max_logit <= bound * (1 + 1e-6)).all()
+
+
+def test_f12_without_a_table_the_bound_holds_for_any_rotation():
+    """Gains of 3 at entry 0 of q and 32 of k, which RoPE brings together, else 0.1: 3 * 3 * 64 / 8."""
+    layer = Attention(AttentionConfig(dim=64, num_heads=1, head_dim=64))
+    with torch.no_grad():
+        layer.norm.q_gain.fill_(0.1)[0, 0] = 3.0
+        layer.norm.k_gain.fill_(0.1)[0, 32] = 3.0
+        layer.qkv.weight.zero_()
+        layer.qkv.weight[0, 0] = layer.qkv.weight[64 + 32, 0] = 1e3  # one-hot in those entries
+    rotary, mask = RotaryEmbedding(64, layout="half"), Mask(causal=False)
+    x = torch.zeros(1, 40, 64)
+    x[..., 0] = torch.tensor([1.0, -1.0]).repeat(20)
+    found = float(layer(x, rope=rotary, mask=mask, stats=True)[1].max_logit)
+    assert 71.3 < found <= 72
+    assert float(layer.logit_bound()) == pytest.approx(72)
+    assert found <= float(layer.logit_bound(rotary(40))) * (1 + 1e-6) <= 72.001
+    assert float(layer.logit_bound(rotary_dim=64, layout="half")) == pytest.approx(72)
+    still = float(layer(x, mask=mask, stats=True)[1].max_logit)
+    assert still <= float(layer.logit_bound(rotary_dim=0)) == pytest.approx(2.4)
+    assert float(layer.logit_bound(dtype=torch.bfloat16)) == pytest.approx(72 * (1 + 2**-8) ** 3)
+    after = Attention(
+        AttentionConfig(dim=64, num_heads=1, head_dim=64, norm=NormDialect(order="after_rope"))
+    )
+    after.load_state_dict(layer.state_dict())
+    # Entry 0 of q only ever meets entry 0 of k.
+    for known in ({}, {"rope": rotary(40)}, {"rotary_dim": 0}):
+        assert float(after.logit_bound(**known)) == pytest.approx(2.4)
 
 
 def test_a_layer_without_a_norm_has_no_bound():
