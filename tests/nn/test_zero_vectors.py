@@ -1,4 +1,4 @@
-"""F17: near a zero vector the norm is x * gain / r, where r is what eps leaves: its gradient is gain / r."""
+"""F17: near 0 the norm is x * gain / r, where r is what eps leaves, so that its gradient is gain / r."""
 
 import itertools
 
