@@ -73,7 +73,7 @@ def add_call(buffer: Tensor, q: Tensor, k: Tensor, seen: Seen) -> None:
     """Add a call, q `[B, Hq, Tq, D]` and k `[B, Hk, Tk, D]` as they enter the product, to a buffer
     `[len(FIELDS), Hq]`."""
     (B, Hq, _, D), (Bk, Hk, _, Dk) = q.shape, k.shape
-    if (B, D) != (Bk, Dk) or Hk == 0 or Hq % Hk:
+    if (Bk, Dk) != (B, D) or Hk == 0 or Hq % Hk:
         raise ValueError(f"q of shape {list(q.shape)} and k of shape {list(k.shape)} do not fit")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         rows = rows_of(q, k, seen)

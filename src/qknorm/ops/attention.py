@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, overload
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from qknorm import checks, spec
 from qknorm.ops.backends import choose
-from qknorm.ops.backends.call import Call
+from qknorm.ops.backends.call import Backend, Call
 from qknorm.ops.stats import Stats, StatsRequest, check_request
 from qknorm.spec import Mask, Rope, Sink
 
@@ -114,6 +116,41 @@ def attention(
 
     Source: Henry et al. 2020 (arXiv 2010.04245); Dehghani et al. 2023 (arXiv 2302.05442), sec. 2.
     """
+    return prepare(
+        q,
+        k,
+        v,
+        q_gain=q_gain,
+        k_gain=k_gain,
+        eps=eps,
+        rope=rope,
+        mask=mask,
+        sink=sink,
+        scale=scale,
+        stats=stats,
+        backend=backend,
+    )()
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 1e-6,
+    rope: Rope | None = None,
+    mask: Mask = Mask(causal=True),
+    sink: Sink | None = None,
+    scale: float | None = None,
+    stats: StatsRequest = False,
+    backend: str = "auto",
+) -> Callable[[], Tensor | tuple[Tensor, Stats]]:
+    """A call of `attention` that is checked and has its backend, and that nothing can refuse any more.
+
+    The entries of k and v may still be written until it is made, unless autocast casts them.
+    """
     check_request(stats)
     device = q.device.type
     if torch.is_autocast_enabled(device):
@@ -135,7 +172,10 @@ def attention(
         scale=spec.default_scale(q.shape[-1]) if scale is None else scale,
         stats=stats,
     )
-    chosen = choose(backend, call.case())
-    with torch.autocast(device, enabled=False):
-        out, found = chosen.run(call)
+    return partial(_run, choose(backend, call.case()), call)
+
+
+def _run(backend: Backend, call: Call) -> Tensor | tuple[Tensor, Stats]:
+    with torch.autocast(call.q.device.type, enabled=False):
+        out, found = backend.run(call)
     return out if found is None else (out, found)
