@@ -84,7 +84,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
     heads = [] if record is None else worst_heads(record)
     return {
         "step": timeline.step,
-        "loss": timeline.losses[-1][1] if timeline.losses else None,
+        "loss": timeline.loss,
         "max_logit": None if record is None else record.max_logit,
         "entropy_nats": None if record is None else record.entropy_nats,
         "worst_heads": [vars(head) for head in heads],
@@ -106,8 +106,8 @@ def view(timeline: Timeline, path: Path, height: int | None) -> RenderableType:
 
 def _headline(timeline: Timeline, path: Path) -> Text:
     text = Text.assemble((str(path.parent), "bold"), f"  step {timeline.step}")
-    if timeline.losses:
-        text.append(f"  loss {number(timeline.losses[-1][1])}")
+    if timeline.loss is not None:
+        text.append(f"  loss {_number(timeline.loss)}")
     if timeline.records:
         record = timeline.records[-1]
         text.append(f"  max logit {_number(record.max_logit, 1)}")

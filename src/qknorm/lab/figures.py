@@ -49,7 +49,7 @@ def figures(runs: Sequence[Run]) -> list[dict[str, str]]:
         )
     watched = [(i, run) for i, run in enumerate(runs) if run.end is not None]
     highest = max(
-        (r.max_logit for run in runs for r in run.attention if math.isfinite(r.max_logit)), default=1.0
+        (r.max_logit for run in runs for r in run.records if math.isfinite(r.max_logit)), default=1.0
     )
     for i, run in watched:
         plots += heatmaps.over_time(i, run, highest)
@@ -93,7 +93,7 @@ def _smooth(values: list[float | None], share: float = 0.9) -> list[float | None
 def _loss(runs: Sequence[Run]) -> dict[str, Any]:
     data = []
     for run, colour in _coloured(runs):
-        x, y = [r["step"] for r in run.steps], [r["loss"] for r in run.steps]
+        x, y = [r["step"] for r in run.steps], [_finite(r.get("loss")) for r in run.steps]
         data.append(
             _line(run.title, x, y, colour, width=1)
             | {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip"}
@@ -105,9 +105,9 @@ def _loss(runs: Sequence[Run]) -> dict[str, Any]:
 def _max_logit(runs: Sequence[Run]) -> dict[str, Any]:
     data = []
     for run, colour in _coloured(runs):
-        x = [record.step for record in run.attention]
-        data.append(_line(run.title, x, [_finite(r.max_logit) for r in run.attention], colour))
-        bounds = [[layer.bound for layer in r.layers.values()] for r in run.attention]
+        x = [record.step for record in run.records]
+        data.append(_line(run.title, x, [_finite(r.max_logit) for r in run.records], colour))
+        bounds = [[layer.bound for layer in r.layers.values()] for r in run.records]
         if bounds and all(b is not None for bound in bounds for b in bound):
             top = [_finite(max(b for b in bound if b is not None)) for bound in bounds]
             data.append(_line(f"{run.title}, bound", x, top, colour, width=1.5, dash="dot"))
@@ -143,7 +143,7 @@ SYMBOLS: dict[str, str] = {"info": "circle-open", "warning": "triangle-up", "ala
 
 def _alert_marks(run: Run, colour: str) -> list[dict[str, Any]]:
     """One mark for each record and severity, where the curve was; information is left to the table."""
-    height = {record.step: _finite(record.max_logit) for record in run.attention}
+    height = {record.step: _finite(record.max_logit) for record in run.records}
     said: dict[tuple[int, str], list[str]] = {}
     for alert in run.alerts:
         if alert.severity != "info":
@@ -173,13 +173,13 @@ def _alert_marks(run: Run, colour: str) -> list[dict[str, Any]]:
 def _entropy(runs: Sequence[Run]) -> dict[str, Any]:
     data = []
     for run, colour in _coloured(runs):
-        x = [record.step for record in run.attention]
-        data.append(_line(run.title, x, [_finite(r.entropy_nats) for r in run.attention], colour))
+        x = [record.step for record in run.records]
+        data.append(_line(run.title, x, [_finite(r.entropy_nats) for r in run.records], colour))
     return {"data": data, "layout": layout("nats")}
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _grad_norm(runs: Sequence[Run]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _grad_norm(runs: Sequence[Run]) -> dict[str, Any]:
         _line(
             run.title,
             [r["step"] for r in run.steps],
-            [r["grad_norm"] for r in run.steps],
+            [_finite(r.get("grad_norm")) for r in run.steps],
             colour,
             width=1,
         )

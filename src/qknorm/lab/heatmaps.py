@@ -20,7 +20,7 @@ def at_the_end(index: int, run: Run, ends: Sequence[Record]) -> list[dict[str, A
     """Layer x head: largest logit and entropy, on one colour scale for all runs."""
     record = run.end
     assert record is not None
-    when = "held-out text, end of the run" if run.final else f"step {record.step}"
+    when = "held-out text, end of the run" if record.phase == "eval" else f"step {record.step}"
     logits = [v for end in ends for layer in end.layers.values() for v in map(_log, layer.max_logit)]
     entropies = [v for end in ends for layer in end.layers.values() for v in layer.entropy_nats]
     tops = [[_finite(v) for v in layer.max_logit] for layer in record.layers.values()]
@@ -45,8 +45,8 @@ def at_the_end(index: int, run: Run, ends: Sequence[Record]) -> list[dict[str, A
 def over_time(index: int, run: Run, highest: float) -> list[dict[str, Any]]:
     """Head x step up to a `highest` logit, or layer x step in a model of many heads; none with fewer
     than two records."""
-    each = math.ceil(len(run.attention) / MOST_COLUMNS) or 1
-    records = run.attention
+    each = math.ceil(len(run.records) / MOST_COLUMNS) or 1
+    records = run.records
     if len(records) < 2:
         return []
     names = list(dict.fromkeys(name for record in records for name in record.layers))

@@ -194,7 +194,7 @@ class Attention(MarkedModule):
         """The largest |logit| that the gains allow, `[Hq]`; None without a norm.
 
         Args:
-            rope: the table in use; None if nothing is rotated.
+            rope: the table in use, for a tighter bound; None stands for any rotation.
             dtype: what q and k are rounded to.
         """
         c, norm = self.config, self.norm
@@ -202,10 +202,8 @@ class Attention(MarkedModule):
             return None
         gains = norm.effective_gains()
         # A norm after RoPE sees an arbitrary direction: only its gains multiply each other.
-        table = rope if norm.dialect.order == "before_rope" else None
-        bound = ops.logit_bound(
-            *gains, scale=c.scale, rope=table, rotary_dim=0 if table is None else None, dtype=dtype
-        )
+        table, rotary_dim = (rope, None) if norm.dialect.order == "before_rope" else (None, 0)
+        bound = ops.logit_bound(*gains, scale=c.scale, rope=table, rotary_dim=rotary_dim, dtype=dtype)
         # Over the full width one head can hold the mass of all.
         mass = (c.num_heads * c.kv_heads) ** 0.5 if norm.dialect.statistic == "full" else 1.0
         return bound * mass
