@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qknorm.checks import check_eps
 from qknorm.lab import checkpoint, data, files
 from qknorm.lab.folder import OnItem, RunFolder, is_first_rank, summary_writer
 from qknorm.lab.model import LanguageModel, ModelConfig
@@ -25,7 +26,6 @@ from qknorm.lab.verdict import divergence
 from qknorm.monitor import Monitor, Record
 from qknorm.monitor.to.jsonl import Item
 from qknorm.nn import param_groups
-from qknorm.spec import check_eps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qknorm import spec
-from qknorm.ops.logit_stats import full_precision_matmul
+from qknorm.ops.products import exact_matmul
 
 # FlexAttention's: (score, batch, head, query, key) -> score, on scalars.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -163,7 +163,7 @@ def _add_call(
     if in_backward() or q.numel() == 0 or k.numel() == 0:
         return
     buffer = _columns(buffer, q)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False), full_precision_matmul():
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         view = View(q.shape[2], k.shape[2], mask, causal, window, q.device, cross=cross)
         _add_logits(buffer, q, k, view, sink, scale, modify, rows)
         _add_rms(buffer, "q", q, view.real)
@@ -317,7 +317,7 @@ def _add_logits(
         hi, visible, bias = view.block(some)
         part, n = some.to(q_BHTD.device), len(some)
         grouped = q_BHTD[:, :, part].to(wide).reshape(B, Hk, Hq // Hk * n, -1)
-        s = (grouped @ k_BHTD[:, :, :hi].to(wide).mT).view(B, Hq, n, hi).mul_(scale)
+        s = exact_matmul(grouped, k_BHTD[:, :, :hi].to(wide).mT).view(B, Hq, n, hi).mul_(scale)
         s = modify(s, some)
         if bias is not None:
             s = s + bias

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from qknorm import ops, spec
+from qknorm import checks, ops, spec
 from qknorm.nn.kv_cache import KVCache
 from qknorm.nn.marks import SINK, MarkedModule
 from qknorm.nn.qk_norm import QKNorm
@@ -281,7 +281,7 @@ class Attention(MarkedModule):
         if cache is not None:
             # What the operator would refuse must not have reached the cache.
             check_request(stats)
-            spec.check_mask(mask, q, cache.length + k.shape[2])
+            checks.check_mask(mask, q, cache.length + k.shape[2])
             k_hat, v = cache.append(k_hat, v)
         return ops.attention(
             q_hat, k_hat, v, mask=mask, sink=sink, scale=scale, stats=stats, backend=c.backend

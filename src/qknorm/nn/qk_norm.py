@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from qknorm import spec
+from qknorm import checks, spec
 from qknorm.nn.marks import GAIN, MarkedModule
 from qknorm.ops.norm_rope import rms_normalize, rotate
 from qknorm.spec import NormDialect, Rope
@@ -78,7 +78,7 @@ class QKNorm(MarkedModule):
 
         Raises ValueError if the shapes, or eps for this dtype, do not fit.
         """
-        spec.check_qk(q, k, *self.effective_gains(), self.dialect.eps, rope)
+        checks.check_qk(q, k, *self.effective_gains(), self.dialect.eps, rope)
         q_rope = None if rope is None else rope.last(q.shape[2])
         return self.normalize_q(q, q_rope), self.normalize_k(k, rope)
 

@@ -7,10 +7,9 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from qknorm import spec
+from qknorm import checks, spec
 from qknorm.ops.backends import choose
 from qknorm.ops.backends.call import Call
-from qknorm.ops.sinks import sink_logits, sink_values
 from qknorm.ops.stats import Stats, StatsRequest, check_request
 from qknorm.spec import Mask, Rope, Sink
 
@@ -120,29 +119,23 @@ def attention(
     if torch.is_autocast_enabled(device):
         low = torch.get_autocast_dtype(device)
         q, k, v = (x if x.dtype == torch.float64 else x.to(low) for x in (q, k, v))
-    spec.check_attention(q, k, v, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope, mask=mask, sink=sink)
-    scale = spec.default_scale(q.shape[-1]) if scale is None else scale
+    checks.check_attention(
+        q, k, v, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope, mask=mask, sink=sink
+    )
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        q_gain=q_gain,
+        k_gain=k_gain,
+        eps=eps,
+        rope=rope,
+        mask=mask,
+        sink=sink,
+        scale=spec.default_scale(q.shape[-1]) if scale is None else scale,
+        stats=stats,
+    )
+    chosen = choose(backend, call.case())
     with torch.autocast(device, enabled=False):
-        return run(
-            Call(
-                q=q,
-                k=k,
-                v=v,
-                q_gain=q_gain,
-                k_gain=k_gain,
-                eps=eps,
-                rope=rope,
-                mask=mask,
-                sink_logit=sink_logits(q, sink, q_gain=q_gain, k_gain=k_gain, eps=eps, scale=scale),
-                sink_value=sink_values(sink, q.shape[1]),
-                scale=scale,
-                stats=stats,
-            ),
-            backend,
-        )
-
-
-def run(call: Call, backend: str) -> Tensor | tuple[Tensor, Stats]:
-    """Serve a checked call, with autocast off."""
-    out, found = choose(backend, call.case()).run(call)
+        out, found = chosen.run(call)
     return out if found is None else (out, found)

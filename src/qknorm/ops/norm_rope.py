@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qknorm import spec
+from qknorm import checks, spec
 from qknorm.spec import EpsPlace, Rope, Statistic
 
 
@@ -91,7 +91,7 @@ def qk_norm_rope(
     Raises:
         ValueError: shapes, dtypes or eps do not fit; the message says which.
     """
-    spec.check_qk(q, k, q_gain, k_gain, eps, rope)
+    checks.check_qk(q, k, q_gain, k_gain, eps, rope)
     return (
         norm_rope(q, q_gain, eps, None if rope is None else rope.last(q.shape[2])),
         norm_rope(k, k_gain, eps, rope),
