@@ -14,6 +14,7 @@ from qknorm.lab import CompareConfig, DataConfig, ModelConfig, TrainConfig, comp
 from qknorm.lab.report import words, write_report
 from qknorm.lab.runs import find_runs, load_runs
 from qknorm.lab.verdict import DIVERGENCE_RULE
+from runs import arm as get_run
 from runs import final, strict_lines
 
 # Tags that stand alone.
@@ -206,6 +207,27 @@ def test_the_heatmaps_show_the_final_values_of_every_head(page, twins):
         for key in ("max_logit", "entropy_nats"):
             rows = [layer[key] for layer in record["layers"].values()]
             assert [[f"{x:.2f}" for x in row] for row in rows] in texts, key
+
+
+def test_a_table_has_what_the_record_says_of_each_layer(base, tmp_path):
+    """Bound, gains, sink and RMS, of the last evaluation; a dash for what a layer has not."""
+    runs = [make(tmp_path / name, get_run(base, name)) for name in ("qk+sink", "none", "softcap")]
+    text = render(runs, tmp_path / "r.html")
+    for run in runs:
+        record = strict_lines(run, "record")[-1]
+        for name, x in record["layers"].items():
+            gains = " and ".join(f"{gain:.4g}" for gain in x["gain_max"] or [])
+            means = [x[key] for key in ("entropy_nats", "entropy_ratio", "sink_mass", "first_mass")]
+            means += [x["q_rms"], x["k_rms"]]
+            cells = [
+                name,
+                f"{max(x['max_logit']):.4g}",
+                "-" if x["bound"] is None else f"{x['bound']:.4g}",
+                gains or "-",
+                *("-" if values is None else f"{sum(values) / len(values):.4g}" for values in means),
+            ]
+            assert "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" in text
+    assert text.count("<td>50</td>") == 2  # the cap
 
 
 def test_one_run_alone_makes_a_page(twins, tmp_path):
