@@ -3,6 +3,7 @@
 import copy
 import math
 import shutil
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,15 @@ from qknorm.lab import TrainConfig, checkpoint, train
 from qknorm.lab.files import CHECKPOINT_FILE
 from qknorm.lab.trainer import Trainer
 from qknorm.monitor.record import ROUNDING, Record
-from runs import arm, assert_same_bits, assert_same_run, final, strict_lines, without_clocks
+from runs import (
+    arm,
+    assert_same_bits,
+    assert_same_run,
+    at_step,
+    final,
+    strict_lines,
+    without_clocks,
+)
 
 # The optimizer ----------------------------------------------------------------------------------
 
@@ -194,15 +203,22 @@ def test_a_compiled_run_follows_the_eager_one(config, tmp_path):
     assert len(seen) == 5 + 2 * 3
 
 
-def test_tensorboard_files_hold_the_logged_numbers(config, tmp_path):
+def test_tensorboard_files_hold_the_logged_numbers_once_also_of_a_run_that_crashed(config, tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = tmp_path / "run"
-    train(replace(config, steps=8, tensorboard=True), folder)
+    run = replace(config, steps=8, tensorboard=True, checkpoint_every=3)
+    with pytest.raises(ZeroDivisionError):
+        train(run, folder, on_item=at_step(5, lambda: 1 / 0))
+    time.sleep(1)  # files are named by the second, and are read in the order of their names
+    train(run, folder, resume=True)
     events = reader.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
 
     def shown(name):
-        return {event.step: event.value for event in events.Scalars(name)}
+        found = events.Scalars(name)
+        values = {event.step: event.value for event in found}
+        assert len(values) == len(found)
+        return values
 
     for name in ("loss", "grad_norm"):
         logged = {line["step"]: line[name] for line in strict_lines(folder, "step")}

@@ -49,14 +49,14 @@ class _Reading(ProgressColumn):
     """The latest numbers of a run."""
 
     def render(self, task: Task) -> Text:
-        f = task.fields
-        parts = [
-            f"loss {number(f.get('loss'))}",
-            f"max logit {number(f.get('max_logit'), 1)}",
-            f"entropy {number(f.get('entropy_nats'))}",
-            f"{f.get('tokens_per_s', 0):,.0f} tok/s".replace(",", " "),
-        ]
-        return Text("  ".join(parts))
+        return Text(_reading(task.fields))
+
+
+def _reading(fields: dict[str, Any]) -> str:
+    return (
+        f"loss {number(fields.get('loss'))}  max logit {number(fields.get('max_logit'), 1)}  "
+        f"entropy {number(fields.get('entropy_nats'))}  {fields.get('tokens_per_s', 0):.0f} tok/s"
+    )
 
 
 class RunProgress:
@@ -104,13 +104,7 @@ class RunProgress:
         fields = self._fields[index]
         self._progress.update(self._tasks[index], completed=step, **fields)
         if self._plain and (step % max(1, steps // 10) == 0 or step == steps):
-            err.print(
-                f"{title}  step {step}/{steps}  loss {number(fields['loss'])}  "
-                f"max logit {number(fields.get('max_logit'), 1)}  "
-                f"entropy {number(fields.get('entropy_nats'))}  "
-                f"{fields['tokens_per_s']:.0f} tok/s",
-                soft_wrap=True,
-            )
+            err.print(f"{title}  step {step}/{steps}  {_reading(fields)}", soft_wrap=True)
 
     def _say(self, title: str, alert: Alert) -> None:
         """Alarms above the progress; the rest is in the log."""

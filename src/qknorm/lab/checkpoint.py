@@ -14,7 +14,6 @@ from torch import Tensor
 from qknorm.lab.files import replace_file
 
 FORMAT = "qknorm.lab checkpoint 1"
-_BROKEN = (zipfile.BadZipFile, pickle.UnpicklingError)
 
 
 class CheckpointError(ValueError):

@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -154,7 +154,6 @@ class Trainer:
             groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=1e-8, fused=True
         )
         self.forward = torch.compile(self.model, dynamic=False) if c.compile else self.model
-        self.autocast_dtype = torch.bfloat16 if c.dtype == "bfloat16" else None
         self.losses: list[float] = []
         self.failure: str | None = None
         self.monitor = Monitor.attach(self.model, every=c.stats_every) if c.stats_every else None
@@ -232,10 +231,8 @@ class Trainer:
         loss = F.cross_entropy(logits, targets.flatten())
         return loss, logits.logsumexp(-1).square().mean() if self.config.z_loss else loss.new_zeros(())
 
-    def _autocast(self) -> Any:
-        if self.autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast("cpu", dtype=self.autocast_dtype)
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
     def final(self) -> tuple[dict[str, Any], Record]:
         """How the run came out, as in its log and in `summary.json`, and the attention at its end."""
