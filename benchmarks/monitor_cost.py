@@ -85,7 +85,7 @@ def steps(case: Case, *, watched: bool) -> Callable[[], list[float]]:
         losses = []
         for _ in range(BLOCK):
             tokens = torch.randint(0, 256, (case.batch, case.tokens + 1), generator=generator)
-            logits, _ = model(tokens[:, :-1])
+            logits = model(tokens[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

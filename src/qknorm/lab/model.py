@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qknorm.lab.capped import Cap, CappedAttention
 from qknorm.nn import Attention, AttentionConfig, KVCache, RotaryEmbedding
 from qknorm.nn.attention import SinkKind
-from qknorm.ops import Stats
 from qknorm.spec import Mask, NormDialect, Rope, UnsupportedError
 
 
@@ -106,14 +104,10 @@ class Block(nn.Module):
         self.up = nn.Linear(c.dim, int(c.mlp_ratio * c.dim), bias=False)
         self.down = nn.Linear(int(c.mlp_ratio * c.dim), c.dim, bias=False)
 
-    def forward(
-        self, x: Tensor, rope: Rope | None, mask: Mask, cache: KVCache | None, stats: bool
-    ) -> tuple[Tensor, Stats | None]:
-        """x `[B, T, C]` to the same, and the statistics if asked for."""
-        attended = self.attention(self.attention_norm(x), rope=rope, mask=mask, cache=cache, stats=stats)
-        attended, found = attended if stats else (attended, None)
-        x = x + attended
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x)))), found
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: KVCache | None) -> Tensor:
+        """x `[B, T, C]` to the same."""
+        x = x + self.attention(self.attention_norm(x), rope=rope, mask=mask, cache=cache)
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
 class LanguageModel(nn.Module):
@@ -157,9 +151,8 @@ class LanguageModel(nn.Module):
         *,
         mask: Mask = Mask(causal=True),
         caches: list[KVCache] | None = None,
-        stats: bool = False,
-    ) -> tuple[Tensor, list[Stats]]:
-        """tokens int64 `[B, T]` to logits `[B, T, V]`, and one `Stats` per layer if asked for.
+    ) -> Tensor:
+        """tokens int64 `[B, T]` to logits `[B, T, V]`.
 
         With `caches`, one per layer, the tokens follow those already cached.
         """
@@ -171,12 +164,9 @@ class LanguageModel(nn.Module):
             )
         rope = self.rope(cached + tokens.shape[1])
         x = self.embed(tokens)
-        found: list[Stats] = []
         for i, block in enumerate(self.blocks):
-            x, one = block(x, rope, mask, caches[i] if caches else None, stats)
-            if one is not None:
-                found.append(one)
-        return self.head(self.norm(x)), found
+            x = block(x, rope, mask, caches[i] if caches else None)
+        return self.head(self.norm(x))
 
     def attention_layers(self) -> list[Attention]:
         """The attention of each block, in order."""
@@ -185,14 +175,3 @@ class LanguageModel(nn.Module):
     def new_caches(self, batch: int, max_length: int) -> list[KVCache]:
         """Empty caches, one per layer."""
         return [layer.new_cache(batch, max_length) for layer in self.attention_layers()]
-
-    def logit_bounds(self, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """`[L, Hq]`, the largest |logit| that the gains allow within `tokens` positions, or None."""
-        rope = self.rope(tokens)
-        rotary_dim = 0 if rope is None else None
-        bounds = [
-            layer.logit_bound(rope, rotary_dim=rotary_dim, dtype=dtype)
-            for layer in self.attention_layers()
-        ]
-        known = [bound for bound in bounds if bound is not None]
-        return torch.stack(known) if known else None

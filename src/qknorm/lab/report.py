@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from importlib.resources import files
@@ -112,6 +113,7 @@ def write_report(runs: Sequence[Run], path: Path) -> Path:
         curves=figures(runs),
         shared=_shared([_flat(run.config) for run in runs]),
         own=[_own(run, runs) for run in runs],
+        layers=_layers,
         environment=runs[0].environment,
         divergence_rule=DIVERGENCE_RULE,
     )
@@ -127,6 +129,32 @@ def _alarms(runs: Sequence[Run]) -> list[str]:
         if alarm is not None:
             sentences.append(f"{run.title}: alarm {alarm.code} at step {alarm.step}: {alarm.message}.")
     return sentences
+
+
+def _layers(run: Run) -> list[list[str]]:
+    """What the newest record says of each layer beside its heads, as a row of a table."""
+    assert run.end is not None
+    return [
+        [
+            name,
+            _cell([layer.top]),
+            _cell([] if layer.bound is None else [layer.bound]),
+            " and ".join(_cell([gain]) for gain in layer.gain_max or ()) or "-",
+            _cell(layer.seen("entropy_nats")),
+            _cell(layer.seen("entropy_ratio")),
+            _cell(layer.sink_mass and layer.seen("sink_mass")),
+            _cell(layer.first_mass and layer.seen("first_mass")),
+            _cell(layer.q_rms),
+            _cell(layer.k_rms),
+        ]
+        for name, layer in run.end.layers.items()
+    ]
+
+
+def _cell(values: Sequence[float] | None) -> str:
+    """The mean in four digits; a dash for what is not there or not finite."""
+    mean = statistics.fmean(values) if values else math.nan
+    return f"{mean:.4g}" if math.isfinite(mean) else "-"
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -19,6 +19,7 @@ from qknorm.nn.qk_norm import QKNorm
 from qknorm.nn.rotary import RotaryEmbedding
 from qknorm.ops.attention import prepare
 from qknorm.ops.backends import BACKENDS
+from qknorm.ops.backends.call import Call
 from qknorm.ops.norm_rope import rms_normalize
 from qknorm.ops.sinks import token_logits
 from qknorm.ops.stats import Stats, StatsRequest
@@ -335,16 +336,8 @@ class Attention(MarkedModule):
         # Everything that can be refused is refused before the cache is written.
         keys, values = (k_hat, v) if cache is None else cache.room(k_hat, v)
         with torch.autocast(q.device.type, enabled=False):
-            serve = prepare(
-                q_hat,
-                keys,
-                values,
-                mask=mask,
-                sink=sink,
-                scale=scale,
-                stats=stats,
-                backend=c.backend,
-            )
+            call = Call(q=q_hat, k=keys, v=values, mask=mask, sink=sink, scale=scale, stats=stats)
+            serve = prepare(call, c.backend)
         if cache is None:
             return serve()
         with cache.adding(k_hat, v):

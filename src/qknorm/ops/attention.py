@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from qknorm import checks, spec
+from qknorm import checks
 from qknorm.ops.backends import choose
 from qknorm.ops.backends.call import Backend, Call
 from qknorm.ops.stats import Stats, StatsRequest, check_request
@@ -116,49 +117,6 @@ def attention(
 
     Source: Henry et al. 2020 (arXiv 2010.04245); Dehghani et al. 2023 (arXiv 2302.05442), sec. 2.
     """
-    return prepare(
-        q,
-        k,
-        v,
-        q_gain=q_gain,
-        k_gain=k_gain,
-        eps=eps,
-        rope=rope,
-        mask=mask,
-        sink=sink,
-        scale=scale,
-        stats=stats,
-        backend=backend,
-    )()
-
-
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_gain: Tensor | None = None,
-    k_gain: Tensor | None = None,
-    eps: float = 1e-6,
-    rope: Rope | None = None,
-    mask: Mask = Mask(causal=True),
-    sink: Sink | None = None,
-    scale: float | None = None,
-    stats: StatsRequest = False,
-    backend: str = "auto",
-) -> Callable[[], Tensor | tuple[Tensor, Stats]]:
-    """A call of `attention` that is checked and has its backend, and that nothing can refuse any more.
-
-    The entries of k and v may still be written until it is made, unless autocast casts them.
-    """
-    check_request(stats)
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        low = torch.get_autocast_dtype(device)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(low) for x in (q, k, v))
-    checks.check_attention(
-        q, k, v, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope, mask=mask, sink=sink
-    )
     call = Call(
         q=q,
         k=k,
@@ -169,8 +127,33 @@ def prepare(
         rope=rope,
         mask=mask,
         sink=sink,
-        scale=spec.default_scale(q.shape[-1]) if scale is None else scale,
+        scale=scale,
         stats=stats,
+    )
+    return prepare(call, backend)()
+
+
+def prepare(call: Call, backend: str) -> Callable[[], Tensor | tuple[Tensor, Stats]]:
+    """Check a call and choose its backend: what is returned makes it, and nothing refuses it any more.
+
+    The entries of k and v may still be written until then, unless autocast casts them.
+    """
+    check_request(call.stats)
+    device = call.q.device.type
+    if torch.is_autocast_enabled(device):
+        low = torch.get_autocast_dtype(device)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(low) for x in (call.q, call.k, call.v))
+        call = replace(call, q=q, k=k, v=v)
+    checks.check_attention(
+        call.q,
+        call.k,
+        call.v,
+        q_gain=call.q_gain,
+        k_gain=call.k_gain,
+        eps=call.eps,
+        rope=call.rope,
+        mask=call.mask,
+        sink=call.sink,
     )
     return partial(_run, choose(backend, call.case()), call)
 

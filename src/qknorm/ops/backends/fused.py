@@ -68,7 +68,7 @@ class Inputs(NamedTuple):
             causal=mask.causal,
             window=mask.window,
             eps=call.eps,
-            scale=call.scale,
+            scale=call.logit_scale,
         )
 
 
