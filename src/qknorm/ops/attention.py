@@ -148,9 +148,9 @@ def prepare(
     stats: StatsRequest = False,
     backend: str = "auto",
 ) -> Callable[[], Tensor | tuple[Tensor, Stats]]:
-    """A call of `attention` that is checked and has its backend, and that nothing can refuse any more.
+    """`attention`, checked and with its backend chosen, to be called later: all refusals happen here.
 
-    The entries of k and v may still be written until it is made, unless autocast casts them.
+    The entries of k and v are read when the result is called, unless autocast casts k and v here.
     """
     check_request(stats)
     device = q.device.type
