@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from qknorm.lab.capped import Cap, CappedAttention
 from qknorm.nn import Attention, AttentionConfig, KVCache, RotaryEmbedding
-from qknorm.nn.attention import SinkKind
+from qknorm.nn.attention_config import SinkKind
 from qknorm.spec import Mask, NormDialect, Rope, UnsupportedError
 
 

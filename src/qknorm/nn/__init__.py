@@ -1,6 +1,7 @@
 """Layers."""
 
-from qknorm.nn.attention import Attention, AttentionConfig
+from qknorm.nn.attention import Attention
+from qknorm.nn.attention_config import AttentionConfig
 from qknorm.nn.kv_cache import KVCache
 from qknorm.nn.marks import mark, marked_parameters
 from qknorm.nn.param_groups import param_groups

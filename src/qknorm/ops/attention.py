@@ -134,9 +134,9 @@ def attention(
 
 
 def prepare(call: Call, backend: str) -> Callable[[], Tensor | tuple[Tensor, Stats]]:
-    """Check a call and choose its backend: what is returned makes it, and nothing refuses it any more.
+    """A call, checked and with its backend chosen, to be made later: all refusals happen here.
 
-    The entries of k and v may still be written until then, unless autocast casts them.
+    The entries of k and v are read when it is made, unless autocast casts k and v here.
     """
     check_request(call.stats)
     device = call.q.device.type
