@@ -166,7 +166,6 @@ def test_the_bound_of_a_capped_arm_is_the_cap_and_sharp_logits_reach_it(arm):
     model = build(arm, sharp=2000.0)
     bounds = logit_bounds(model)
     assert torch.equal(bounds, torch.full((2, 4), 50.0))
-    assert [one.bound for one in seen(model, tokens())[0]] == [50.0, 50.0]
     found = measured(model)
     assert (found <= 50.0).all()
     assert (found > 49.0).all()

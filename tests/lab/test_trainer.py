@@ -11,8 +11,11 @@ import torch
 
 from qknorm.lab import TrainConfig, checkpoint, train
 from qknorm.lab.files import CHECKPOINT_FILE
+from qknorm.lab.report import words, write_report
+from qknorm.lab.runs import load_runs
 from qknorm.lab.trainer import Trainer
-from qknorm.monitor.record import ROUNDING, Record
+from qknorm.monitor import Monitor, Record
+from qknorm.monitor.record import ROUNDING
 from runs import (
     arm,
     assert_same_bits,
@@ -309,6 +312,22 @@ def test_every_line_is_strict_json_with_the_promised_shapes(config, tmp_path, na
     assert end["max_logit"] == pytest.approx(max(max(x["max_logit"]) for x in layers), rel=1e-6)
     lowest = min(sum(x["entropy_nats"]) / 4 for x in layers)
     assert end["entropy_nats"] == pytest.approx(lowest, rel=1e-5)
+
+
+def test_a_monitor_that_sees_nothing_costs_the_run_nothing_but_its_records(
+    config, tmp_path, monkeypatch
+):
+    for name in ("step", "flush"):
+        monkeypatch.setattr(Monitor, name, lambda self: [])
+    folder = tmp_path / "run"
+    outcome = train(replace(config, steps=20), folder)
+    assert outcome.final["final_loss"] < outcome.final["initial_loss"]
+    assert (outcome.final["max_logit"], outcome.final["entropy_nats"]) == (None, None)
+    assert [line["layers"] for line in strict_lines(folder, "record")] == [{}]
+    (run,) = load_runs([folder])
+    assert run.end is None
+    assert "its attention was not measured" in words([run.final])[0]
+    assert "not measured" in write_report([run], tmp_path / "r.html").read_text()
 
 
 def test_watching_or_not_gives_the_same_run(config, tmp_path):

@@ -23,7 +23,7 @@ def words(summary: Sequence[dict[str, Any]]) -> list[str]:
     Arms are compared at equal rates, over the seeds that both have.
     """
     keys = [(r["arm"], r["lr"], r["seed"]) for r in summary]
-    ended = {k: r for k, r in zip(keys, summary, strict=True) if r["final_loss"] is not None}
+    ended = {k: r for k, r in zip(keys, summary, strict=True) if _is_whole(r)}
     sentences = []
     if len(set(keys)) < len(keys):  # runs of several configurations: no twins to compare
         return [_alone(r) for r in summary]
@@ -47,14 +47,23 @@ def words(summary: Sequence[dict[str, Any]]) -> list[str]:
     return sentences or ["No run has ended yet."]
 
 
+def _is_whole(r: dict[str, Any]) -> bool:
+    """Whether all three numbers are finite."""
+    return None not in (r["final_loss"], r["max_logit"], r["entropy_nats"])
+
+
 def _alone(r: dict[str, Any]) -> str:
     """One run by itself."""
+    who = f"{r['arm']} at {r['lr']:g} (seed {r['seed']}) ended"
     if r["final_loss"] is None:
-        return f"{r['arm']} at {r['lr']:g} (seed {r['seed']}) ended without a finite loss."
+        return f"{who} without a finite loss."
+    if not _is_whole(r):
+        return (
+            f"{who} with a held-out loss of {r['final_loss']:.3f}, and its attention was not measured."
+        )
     return (
-        f"{r['arm']} at {r['lr']:g} (seed {r['seed']}) ended with a held-out loss of "
-        f"{r['final_loss']:.3f}, a largest logit of {r['max_logit']:,.1f} and a lowest layer entropy of "
-        f"{r['entropy_nats']:.3f} nats."
+        f"{who} with a held-out loss of {r['final_loss']:.3f}, a largest logit of "
+        f"{r['max_logit']:,.1f} and a lowest layer entropy of {r['entropy_nats']:.3f} nats."
     )
 
 

@@ -50,10 +50,10 @@ class Timeline:
             self.steps.append(line)
         elif kind == "record":
             record = jsonl.to_record(line)
-            if record.phase != "train":
-                self.evaluation = record
-            elif record.layers:
+            if record.layers and record.phase == "train":
                 self.records.append(record)
+            elif record.layers:
+                self.evaluation = record
         elif kind == "alert":
             self.alerts.append(jsonl.to_alert(line))
         elif kind == "final" and line.keys() >= set(SUMMARY_KEYS):

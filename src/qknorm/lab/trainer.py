@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -187,7 +187,7 @@ class Trainer:
         )
         self.losses.append(float(loss.detach()))
         # Before the step, so that gains and bound are those of the weights that were measured.
-        records = [] if self.monitor is None else self.monitor.step()
+        records = [] if self.monitor is None else [self._with_cap(r) for r in self.monitor.step()]
         if math.isfinite(self.losses[-1]) and math.isfinite(norm):
             self.optimizer.step()
         else:
@@ -221,9 +221,21 @@ class Trainer:
                     logits = self.model(inputs)
                 total += float(self._loss(logits, targets)[0]) * targets.numel()
                 tokens += targets.numel()
-            (record,) = monitor.flush()
+            nothing = Record(step=self.step, phase="eval", layers={})
+            record = next(iter(monitor.flush()), nothing)
         self.model.train()
-        return total / tokens, record
+        return total / tokens, self._with_cap(record)
+
+    def _with_cap(self, record: Record) -> Record:
+        """A cap bounds the logits as a norm does, and the monitor knows norms only."""
+        cap = self.config.model.cap
+        if cap is None:
+            return record
+        layers = {
+            name: replace(layer, bound=min(cap.limit, math.inf if layer.bound is None else layer.bound))
+            for name, layer in record.layers.items()
+        }
+        return replace(record, layers=layers)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy in nats per token, and the mean squared log of the denominator."""

@@ -37,12 +37,11 @@ def _gain_and_bound(
     module: nn.Module, heads: int, kv_heads: int, scale: float | None
 ) -> tuple[tuple[float, float] | None, float | None]:
     if isinstance(module, Attention):
-        bounds = module.logit_bound()  # a layer whose logits are capped has one without a norm
-        bound = None if bounds is None else float(bounds.max())
         if module.norm is None:
-            return None, bound
+            return None, None
         q_gain, k_gain = module.norm.effective_gains()
-        return (_largest(q_gain), _largest(k_gain)), bound
+        bounds = module.logit_bound()
+        return (_largest(q_gain), _largest(k_gain)), None if bounds is None else float(bounds.max())
     norms = _norms(module)
     probes = [] if norms is None else [found for norm in norms if (found := probe(norm)) is not None]
     if len(probes) < 2:
