@@ -191,7 +191,7 @@ def test_f42_one_part_brings_the_others_or_is_not_audited(tmp_path: Path, comman
         (tmp_path / old).rename(tmp_path / new)
     index.write_text(json.dumps({"weight_map": {n: n[-1:] and "a.safetensors" for n in halves[0]}}))
     assert {one.code for one in audit_weights(tmp_path / "a.safetensors").findings} == {"QK001"}
-    map_ = {n: "a.safetensors" for n in halves[0]} | {n: "b.safetensors" for n in halves[1]}
+    map_ = dict.fromkeys(halves[0], "a.safetensors") | dict.fromkeys(halves[1], "b.safetensors")
     index.write_text(json.dumps({"weight_map": map_}))
     assert not audit_weights(tmp_path / "b.safetensors").findings
     (tmp_path / "b.safetensors").unlink()
@@ -262,7 +262,7 @@ def test_f54_a_file_whose_layers_share_keys(tmp_path: Path) -> None:
         assert (one.code, one.layer) == ("QK016", "model.layers.1")
 
 
-# GGUF ---------------------------------------------------------------------------------------------------
+# GGUF --------------------------------------------------------------------------------------------------
 
 
 def write_gguf(

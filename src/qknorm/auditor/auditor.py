@@ -166,7 +166,7 @@ def _long_context(model: nn.Module, formulas: Mapping[str, Formula]) -> list[Fin
 
 
 def _once(findings: list[Finding]) -> list[Finding]:
-    seen: dict[tuple[str, str | None, object], Finding] = {}
+    seen: dict[tuple[object, ...], Finding] = {}
     for one in findings:
-        seen.setdefault((one.code, one.layer, one.evidence.get("path")), one)
+        seen.setdefault((one.code, one.layer, *map(one.evidence.get, ("path", "key"))), one)
     return list(seen.values())

@@ -39,6 +39,7 @@ class Fit:
         matrices: A of the first CONSECUTIVE tokens and of the last, `[tokens, H, D, D]`.
         residual: relative.
         limit: at which answers are clamped; raw_limit: at which raw entries are.
+        eps: which the norm was computed with.
     """
 
     key: Key
@@ -49,10 +50,13 @@ class Fit:
     residual: float
     limit: float | None
     raw_limit: float | None = None
+    eps: float = 0.0
 
-    def residual_with(self, eps: float) -> float:
-        """The residual if this eps is added to the mean square."""
-        return _solve(normalized(self.raw, self.key, eps), self.found, self.limit)[1]
+    def with_eps(self, eps: float) -> Fit:
+        """The same norm with this eps added to the mean square, if that explains more."""
+        matrices, residual = _solve(normalized(self.raw, self.key, eps), self.found, self.limit)
+        better = replace(self, matrices=matrices, residual=residual, eps=eps)
+        return better if residual < self.residual else self
 
 
 def fit(site: Site, side: str) -> Fit:

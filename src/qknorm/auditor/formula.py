@@ -102,19 +102,19 @@ def read_side(site: Site, name: str) -> Side:
     found = fit(site, name)
     norm, statistic = found.key
     parameters = gain_parameters(site, name)
-    gain = read_gain(site, name, found, parameters)
-    eps, place, share, residual = None, None, 0.0, found.residual
+    eps, place, share = None, None, 0.0
     if norm is not None:
         eps, place = read_eps(site, name, found)
         if place == "inside":
             share = share_of_eps(site, name, found, eps)
-            residual = min(residual, found.residual_with(eps))
-        if found.key == ("rms", "head"):
-            norm, gain = length_or_mean(gain, place, is_bare=not parameters)
+            found = found.with_eps(eps)
+    gain = read_gain(site, name, found, parameters)
+    if found.key == ("rms", "head"):
+        norm, gain = length_or_mean(gain, place, is_bare=not parameters)
     return Side(
         norm=norm,
         statistic=statistic,
-        residual=residual,
+        residual=found.residual,
         matrices=found.matrices,
         gain=gain.values,
         gain_kind=gain.kind,

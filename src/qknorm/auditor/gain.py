@@ -58,7 +58,7 @@ def read_gain(site: Site, side: str, fit: Fit, parameters: dict[nn.Parameter, tu
         return Gain(values=None, kind=None, factor=float(first.median()))
     H, D = first.shape
     raw = torch.cat([drawn(site.raw_shape(side), seed, fit.spread) for seed in range(5, 9)])
-    n = normalized(raw.double(), fit.key)[:, 0]  # [4 B, H, D]
+    n = normalized(raw.double(), fit.key, fit.eps)[:, 0]  # [4 B, H, D]
 
     def ask() -> Tensor:
         return torch.cat([site.answers(side, part)[:, 0] for part in raw.split(site.batch)])

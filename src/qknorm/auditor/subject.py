@@ -141,6 +141,8 @@ def _without_inference_tensors(model: nn.Module) -> Iterator[None]:
 def _subject(model: nn.Module, inputs: Any) -> Subject:
     own = _transformer(model)
     named, call = _named(model, own, inputs)
+    if own is not None:
+        named = transformers_paths.options_of(own) | named
     named = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in named.items()}
     tokens = next(
         (

@@ -30,7 +30,7 @@ def windows_of(model: Any) -> list[int]:
 
 
 def example_inputs(model: Any) -> dict[str, Any]:
-    """Random tokens, or pixels; no cache."""
+    """Random tokens, or pixels."""
     config = model.config
     device = next(model.parameters()).device
     if model.main_input_name == "pixel_values":
@@ -49,10 +49,14 @@ def example_inputs(model: Any) -> dict[str, Any]:
     tokens = torch.randint(
         low_token(high), high, (BATCH, length), generator=generator, dtype=torch.int64, device="cpu"
     )
-    made: dict[str, Any] = {"input_ids": tokens.to(device)}
-    if hasattr(text, "use_cache"):
-        made["use_cache"] = False
-    return made
+    return {"input_ids": tokens.to(device)}
+
+
+def options_of(model: Any) -> dict[str, Any]:
+    """What else the model is called with: a cache would grow from call to call."""
+    takes_tokens = model.main_input_name == "input_ids"
+    has_cache = takes_tokens and hasattr(model.config.get_text_config(), "use_cache")
+    return {"use_cache": False} if has_cache else {}
 
 
 def low_token(vocabulary: int) -> int:
