@@ -44,7 +44,7 @@ def assert_sound(report, layers=("layers.0", "layers.1")):
     assert f"{len(layers)} of {len(layers)} attentions" in report.exercised[0]
 
 
-# F40: what raises ---------------------------------------------------------------------------------------
+# F40: what raises -------------------------------------------------------------------------------------
 
 
 class Guarding(Layer):
@@ -130,7 +130,7 @@ def test_f40_inference_mode(where):
         assert p.is_inference() == was_inference
 
 
-# F44: eps that counts -----------------------------------------------------------------------------------
+# F44: eps that counts ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("eps", [1e-2, 0.1, 1.0])
@@ -161,7 +161,7 @@ def test_f44_what_is_large_for_a_small_layer_is_small_for_another():
     assert only(report_of(0.3), "QK007")[0].evidence["share"] > 0.02
 
 
-# F45: wrappers ------------------------------------------------------------------------------------------
+# F45: wrappers ----------------------------------------------------------------------------------------
 
 
 class Anything(nn.Module):
@@ -290,7 +290,7 @@ def test_f45_a_last_projection_that_begins_at_0_lets_the_others_do_something():
     assert not any(bool(layer.out.weight.any()) for layer in model.layers)
 
 
-# F52: frozen --------------------------------------------------------------------------------------------
+# F52: frozen ------------------------------------------------------------------------------------------
 
 
 def frozen(model):
@@ -318,7 +318,7 @@ def test_f52_a_frozen_model_is_found_what_a_trainable_one_is():
     assert [p.requires_grad for p in (model.layers[0].q_gain, model.layers[0].k_gain)] == [False, True]
 
 
-# F53: in place ------------------------------------------------------------------------------------------
+# F53: in place ----------------------------------------------------------------------------------------
 
 
 class InPlace(Layer):
@@ -362,7 +362,7 @@ def test_f53_writing_in_place():
     assert not softmax.codes
 
 
-# F54: keys of another layer -----------------------------------------------------------------------------
+# F54: keys of another layer ---------------------------------------------------------------------------
 
 
 class Sharing(nn.Module):
@@ -447,7 +447,7 @@ def test_f54_gemma_4_whose_last_layers_share_keys():
     assert not codes_of(report) & {"QK009", "QK015", "QK016"}
 
 
-# F55: a window longer than the text ---------------------------------------------------------------------
+# F55: a window longer than the text -------------------------------------------------------------------
 
 
 def forgets_its_window_under_sdpa(monkeypatch, window):
@@ -486,7 +486,7 @@ def test_f55_a_window_that_no_text_shows_is_listed():
     assert {formula.window for formula in report.formulas.values()} == {200}
 
 
-# F56: gains in one parameter -----------------------------------------------------------------------------
+# F56: gains in one parameter --------------------------------------------------------------------------
 
 
 class Packed(Layer):
