@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qknorm import Mask
 from qknorm.lab.environment import describe
-from qknorm.ops.logit_stats import stream_rows
+from qknorm.ops.logit_stats import rows_of
 
 B, H, T, D = 1, 8, 1024, 64
 SCALE = D**-0.5
@@ -34,7 +34,7 @@ def by_identity(q: Tensor, k: Tensor) -> Tensor:
 
 def by_stream(q: Tensor, k: Tensor) -> Tensor:
     """Row entropy from the streamed pass, which also gives the maximum."""
-    return stream_rows(q, k, Mask(causal=True), SCALE, None).entropy_nats
+    return rows_of(q, k, Mask(causal=True), SCALE, None).entropy_nats
 
 
 def exact(q: Tensor, k: Tensor) -> Tensor:

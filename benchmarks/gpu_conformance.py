@@ -163,11 +163,11 @@ def check_logit_stats() -> list[str]:
     bad = []
     for name in ("causal", "window and sink", "documents"):
         x = make_inputs(SMALL[name])
-        for rows in (None, 50):
+        for sample in (None, 50):
             found, wanted = (
                 qknorm.logit_stats(
                     q.detach(), k.detach(), q_gain=x.q_gain, k_gain=x.k_gain, rope=x.rope, mask=x.mask,
-                    sink=x.sink, rows=rows,
+                    sink=x.sink, sample=sample,
                 )
                 for q, k in ((x.q, x.k), (x.q.double(), x.k.double()))
             )  # fmt: skip
@@ -175,7 +175,7 @@ def check_logit_stats() -> list[str]:
                 a, b = getattr(found, value), getattr(wanted, value)
                 # q and k are rounded to bf16 after the norm.
                 if b is not None and not float((a.double() - b).norm()) <= 1e-2 * float(b.norm()):
-                    bad.append(f"logit_stats {name}, rows={rows}: {value} differs from fp64")
+                    bad.append(f"logit_stats {name}, sample={sample}: {value} differs from fp64")
     return bad
 
 

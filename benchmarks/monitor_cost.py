@@ -65,7 +65,7 @@ class SdpaAttention(Attention):
         q, k, v = (t.unflatten(-1, (-1, c.width)).transpose(1, 2) for t in (q, k, v))
         q, k = self.norm_rope(q, k, rope)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.out(out.transpose(1, 2).flatten(2)), None
+        return self.out(out.transpose(1, 2).flatten(2))
 
 
 def steps(case: Case, *, watched: bool) -> Callable[[], list[float]]:

@@ -47,3 +47,27 @@ def test_torch_is_required_from_2_10_and_not_capped():
 
 def test_the_version_is_stated_once():
     assert version("qknorm") == qknorm.__version__
+
+
+def test_f11_a_second_copy_of_the_package_works_beside_the_first():
+    code = """
+import importlib, sys
+import torch
+import qknorm as first
+import qknorm.monitor
+for name in [name for name in sys.modules if name.split(".")[0] == "qknorm"]:
+    del sys.modules[name]
+second = importlib.import_module("qknorm")
+importlib.import_module("qknorm.monitor")
+assert second is not first
+q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+for copy in (first, second):
+    for backend in ("reference", "stock", "auto"):
+        out, stats = copy.attention(q, k, v, stats=True, backend=backend)
+        out.sum().backward()
+    copy.logit_stats(q, k)
+assert torch.equal(first.attention(q, k, v), second.attention(q, k, v))
+print("both work")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "both work\n", done.stderr

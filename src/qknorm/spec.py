@@ -1,14 +1,13 @@
 """The vocabulary: what a mask, a rotation, a sink and a dialect of QK-norm are, and what is refused.
 
 Shapes: B batch, Tq / Tk query / key tokens, Hq / Hk query / key heads, D head width, R rotary width.
-Every object is checked where it is made; what needs the tensors is checked by `check_attention`,
-with one sentence that says what to do.
+Every object is checked where it is made; what needs the tensors of a call is checked in `checks`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -22,8 +21,8 @@ EpsPlace = Literal["mean", "sum", "outside"]
 NormOrder = Literal["before_rope", "after_rope"]
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 FLOATING = (*HALF_PRECISION, torch.float32, torch.float64)
-MIN_HALF_EPS = 1e-6
 
 
 class UnsupportedError(ValueError):
@@ -47,8 +46,28 @@ def _choose(name: str, value: object, options: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(options)}; got {value!r}")
 
 
-@dataclass(frozen=True)
-class Mask:
+class ByValue:
+    """Equality and hash of a frozen dataclass that may hold tensors, which compare by their entries."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return all(_same(getattr(self, name), getattr(other, name)) for name in names)
+
+    def __hash__(self) -> int:
+        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return hash((type(self), *(v for v in values if not isinstance(v, Tensor))))
+
+
+def _same(a: object, b: object) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+    return a is b or (a.device == b.device and a.dtype == b.dtype and torch.equal(a, b))
+
+
+@dataclass(frozen=True, eq=False)
+class Mask(ByValue):
     """Which (query, key) pairs are visible. The conditions combine by "and".
 
     Queries are the last Tq of the Tk tokens (bottom-right alignment), so query i is token
@@ -58,7 +77,8 @@ class Mask:
         causal: a query sees its own token and earlier ones.
         window: W >= 1; a query sees W keys, its own included. Without `causal` the window is
             two-sided: keys at a distance below W.
-        documents: integer ids `[B, Tk]`; pairs of different ids are hidden, a negative id is padding.
+        documents: integer ids `[B, Tk]`; pairs of different ids are hidden, a negative id is padding
+            (in uint64 one of 2**63 or more).
         key_padding: bool `[B, Tk]`, True for a real token.
     """
 
@@ -92,6 +112,41 @@ class Mask:
                 f"{self.key_padding.dtype} of shape {list(self.key_padding.shape)}"
             )
 
+    @staticmethod
+    def from_cu_seqlens(
+        cu_seqlens: Tensor, tokens: int, *, causal: bool = True, window: int | None = None
+    ) -> Mask:
+        """Documents packed into one row, `B = 1`, from where they start and end.
+
+        Args:
+            cu_seqlens: cumulative lengths `[documents + 1]`, from 0 on, integer, as variable-length
+                kernels take them.
+            tokens: Tk of the row; tokens after the last document are padding.
+            causal, window: see `Mask`.
+        """
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype.is_floating_point:
+            raise ValueError(
+                "cu_seqlens must be integer of shape [documents + 1], from 0 to the number of tokens; "
+                f"got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
+            )
+        ends = cu_seqlens[1:].long()
+        token = torch.arange(tokens, device=ends.device)
+        # A document without a token has the end of the one before it, and gets none.
+        document = torch.searchsorted(ends, token, right=True)
+        return Mask(causal, window, torch.where(document < len(ends), document, -1)[None])
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether there is no window, document or padding."""
+        return self.window is None and self.documents is None and self.key_padding is None
+
+    @property
+    def ids(self) -> Tensor | None:
+        """The documents in a type that every operation of torch takes."""
+        if self.documents is None or self.documents.dtype not in UNSIGNED:
+            return self.documents
+        return self.documents.long()
+
     def visible(
         self,
         Tq: int,
@@ -114,9 +169,9 @@ class Mask:
         if self.window is not None:
             visible = visible & (distance < self.window) & (distance > -self.window)
         visible = visible[None]
-        if self.documents is not None:
-            query_ids = self.documents[:, query_token, None]
-            key_ids = self.documents[:, None, k_lo:k_hi]
+        ids = self.ids
+        if ids is not None:
+            query_ids, key_ids = ids[:, query_token, None], ids[:, None, k_lo:k_hi]
             visible = visible & (query_ids == key_ids) & (key_ids >= 0)
         if self.key_padding is not None:
             visible = visible & self.key_padding[:, None, k_lo:k_hi]
@@ -125,16 +180,17 @@ class Mask:
     def real_queries(self, Tq: int, Tk: int, device: torch.device) -> Tensor:
         """Bool `[1 or B, Tq]`: the query's own token is not padding, so its row is counted."""
         real = torch.ones(1, Tk, dtype=torch.bool, device=device)
-        if self.documents is not None:
-            real = real & (self.documents >= 0)
+        ids = self.ids
+        if ids is not None:
+            real = real & (ids >= 0)
         if self.key_padding is not None:
             real = real & self.key_padding
         # With Tq > Tk (cross-attention) the first queries have no token among the keys.
         return real[:, Tk - Tq :] if Tq <= Tk else F.pad(real, (Tq - Tk, 0), value=True)
 
 
-@dataclass(frozen=True)
-class Rope:
+@dataclass(frozen=True, eq=False)
+class Rope(ByValue):
     """A table of rotations. The rotary width R is twice its last axis; there is no default width.
 
     Attributes:
@@ -170,8 +226,8 @@ class Rope:
         return Rope(self.cos[..., start:, :], self.sin[..., start:, :], self.layout)
 
 
-@dataclass(frozen=True)
-class SinkToken:
+@dataclass(frozen=True, eq=False)
+class SinkToken(ByValue):
     """A learnable key and value per key head that every query sees, on top of the mask.
 
     The key passes through the norm of the keys if there is one. It stands outside RoPE: neither it
@@ -193,8 +249,8 @@ class SinkToken:
             )
 
 
-@dataclass(frozen=True)
-class RowSink:
+@dataclass(frozen=True, eq=False)
+class RowSink(ByValue):
     """A sink whose logit differs by query, computed by the caller.
 
     Attributes:
@@ -281,153 +337,3 @@ class NormDialect:
             f"no dialect has a gain of shape {list(shape)} for {heads} heads of {head_dim}: expected "
             f"[{head_dim}] (shared), [{heads}, {head_dim}] (per head) or [{heads * head_dim}] (full)"
         )
-
-
-def check_eps(eps: float, dtype: torch.dtype) -> None:
-    """Refuse an eps that is not positive, or lost in half precision."""
-    if not 0 < eps < math.inf:
-        raise ValueError(f"eps must be positive; got {eps}. 1e-6 is the usual choice.")
-    if dtype in HALF_PRECISION and eps < MIN_HALF_EPS:
-        raise ValueError(
-            f"eps={eps:g} is too small for {dtype} inputs: use at least {MIN_HALF_EPS:g}, or fp32 inputs"
-        )
-
-
-def check_qk(
-    q: Tensor,
-    k: Tensor,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
-    eps: float,
-    rope: Rope | None,
-) -> None:
-    """Check q `[B, Hq, Tq, D]` and k `[B, Hk, Tk, D]` against each other, the gains and the table."""
-    for name, x in (("q", q), ("k", k)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be [B, H, T, D]; got {list(x.shape)}")
-        if x.dtype not in FLOATING:
-            raise ValueError(f"{name} must be fp16, bf16, fp32 or fp64; got {x.dtype}")
-    if q.dtype != k.dtype or q.device != k.device:
-        raise ValueError(
-            "q and k must share dtype and device; got "
-            f"{q.dtype} on {q.device} and {k.dtype} on {k.device}"
-        )
-    (B, Hq, Tq, D), (Bk, Hk, Tk, Dk) = q.shape, k.shape
-    if Bk != B or Dk != D:
-        raise ValueError(
-            f"q and k must share batch and head width; got {list(q.shape)} and {list(k.shape)}"
-        )
-    if Hk == 0 or Hq % Hk != 0:
-        raise ValueError(
-            f"{Hq} query heads do not divide among {Hk} key heads: Hq must be a multiple of Hk"
-        )
-    check_eps(eps, q.dtype)
-    for name, gain, heads in (("q_gain", q_gain, Hq), ("k_gain", k_gain, Hk)):
-        if gain is None:
-            continue
-        if tuple(gain.shape) != (heads, D):
-            raise ValueError(
-                f"{name} must be [heads, D] = [{heads}, {D}]; got {list(gain.shape)}. Expand a shared "
-                "gain [D]; other dialects are in qknorm.nn.QKNorm."
-            )
-        if not gain.dtype.is_floating_point:
-            raise ValueError(f"{name} must be floating point; got {gain.dtype}")
-        _check_device(name, gain, q)
-    if rope is not None:
-        if rope.width > D:
-            raise ValueError(
-                f"the table rotates {rope.width} entries but a head has {D}: R must be at most D"
-            )
-        if rope.cos.shape[-2] != Tk or Tq > Tk:
-            raise ValueError(
-                f"the table has {rope.cos.shape[-2]} positions for {Tk} keys and {Tq} queries: it must "
-                "cover every key, and queries are the last Tq tokens"
-            )
-        if rope.cos.dim() == 3 and rope.cos.shape[0] not in (1, B):
-            raise ValueError(f"the table is for a batch of {rope.cos.shape[0]}, q for one of {B}")
-        _check_device("the table", rope.cos, q)
-        _check_device("the table", rope.sin, q)
-
-
-def _check_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device}, q on {q.device}: move it there")
-
-
-def check_mask(mask: Mask, q: Tensor, Tk: int) -> None:
-    """Check the tensors of a mask against q `[B, Hq, Tq, D]` and the number of keys."""
-    B, _, Tq, _ = q.shape
-    for name, x in (("documents", mask.documents), ("key_padding", mask.key_padding)):
-        if x is None:
-            continue
-        if tuple(x.shape) != (B, Tk):
-            raise ValueError(f"{name} must be [B, Tk] = [{B}, {Tk}]; got {list(x.shape)}")
-        _check_device(name, x, q)
-    if mask.documents is not None and Tq > Tk:
-        raise ValueError(
-            f"documents need queries that are the last Tq of the Tk tokens; got Tq={Tq} > Tk={Tk}"
-        )
-
-
-def check_sink(sink: Sink | None, q: Tensor, Hk: int, Dv: int | None) -> None:
-    """Check a sink against q `[B, Hq, Tq, D]`, the key heads and the value width (None: any)."""
-    B, Hq, Tq, D = q.shape
-    if sink is None or (isinstance(sink, str) and sink == "off_by_one"):
-        return
-    if isinstance(sink, Tensor):
-        tensors = [sink]
-        if sink.shape != (Hq,):
-            raise ValueError(
-                f"a learnable sink is one logit per query head, [{Hq}]; got {list(sink.shape)}"
-            )
-    elif isinstance(sink, SinkToken):
-        tensors = [sink.key, sink.value]
-        Dv = sink.value.shape[-1] if Dv is None else Dv
-        if sink.key.shape != (Hk, D) or sink.value.shape != (Hk, Dv):
-            raise ValueError(
-                f"a sink token needs key [{Hk}, {D}] and value [{Hk}, {Dv}]; got "
-                f"{list(sink.key.shape)} and {list(sink.value.shape)}"
-            )
-    elif isinstance(sink, RowSink):
-        tensors = [sink.logit] if sink.value is None else [sink.logit, sink.value]
-        if sink.logit.shape != (B, Hq, Tq):
-            raise ValueError(
-                f"a sink by row needs logits [{B}, {Hq}, {Tq}]; got {list(sink.logit.shape)}"
-            )
-        if sink.value is not None and sink.value.shape != (Hk, Dv or sink.value.shape[-1]):
-            raise ValueError(f"a sink by row needs values [{Hk}, {Dv}]; got {list(sink.value.shape)}")
-    else:
-        raise ValueError(
-            f'sink must be None, "off_by_one", a tensor [Hq], a SinkToken or a RowSink; got {sink!r}'
-        )
-    for x in tensors:
-        if not x.dtype.is_floating_point:
-            raise ValueError(f"a sink must be floating point; got {x.dtype}")
-        _check_device("the sink", x, q)
-
-
-def check_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
-    eps: float,
-    rope: Rope | None,
-    mask: Mask,
-    sink: Sink | None,
-) -> None:
-    """Check a whole call of the operator. Raises ValueError with one sentence."""
-    check_qk(q, k, q_gain, k_gain, eps, rope)
-    if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"v must be [B, Hk, Tk, Dv] with k's first three axes; got {list(v.shape)} for "
-            f"k {list(k.shape)}"
-        )
-    if v.dtype != q.dtype or v.device != q.device:
-        raise ValueError(
-            f"v must share q's dtype and device; got {v.dtype} on {v.device} for {q.dtype} on {q.device}"
-        )
-    check_mask(mask, q, k.shape[2])
-    check_sink(sink, q, k.shape[1], v.shape[3])

@@ -229,3 +229,22 @@ def test_impossible_rotary_width_is_refused(options: dict[str, Any]) -> None:
 def test_gains_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="gains"):
         qknorm.logit_bound(torch.ones(4, D), torch.ones(3, D))
+
+
+@pytest.mark.parametrize("backend", ["reference", "stock", "cpu"])
+@pytest.mark.parametrize("D", [8, 64, 128, 256])
+def test_f13_rounding_does_not_carry_a_logit_past_the_bound(D: int, backend: str) -> None:
+    """q along k with constant gains attains the bound, so that every rounding upwards shows."""
+    generator = torch.Generator().manual_seed(D)
+    passed_exact = 0
+    for draw in range(60):
+        q = torch.randn(1, 1, 32, D, generator=generator) * 10.0 ** (draw % 7 - 3)
+        q = q.sign() if draw % 3 == 0 else q
+        gain = torch.full((1, D), 0.1 + 4 * float(torch.rand((), generator=generator)))
+        k = q if draw % 2 else -q
+        options = {"q_gain": gain, "k_gain": gain, "mask": Mask(), "scale": 1.0 if draw % 2 else -1.0}
+        _, stats = qknorm.attention(q, k, k, **options, stats=True, eps=1e-12, backend=backend)
+        bound = qknorm.logit_bound(gain, gain, scale=options["scale"])
+        assert stats.max_logit <= bound
+        passed_exact += float(stats.max_logit) > D * float(gain[0, 0].double()) ** 2
+    assert passed_exact > 0, "nothing was rounded upwards: the draws test nothing"

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import qknorm
 from problems import HARD, make_inputs
 from qknorm import Mask, Rope
+from qknorm.ops.backends.fused import HEADS, NONE, ROWS, Inputs
 
 PER_HEAD = ("max_logit", "entropy_nats", "entropy_ratio", "sink_mass")
 
@@ -114,12 +115,18 @@ def test_stock_pair_are_correct_operators(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     q, k, v = (torch.randn(2, H, 19, 8).to(dtype) for H in (4, 2, 2))
     sink = (torch.randn(4, 1, dtype=wide), torch.randn(4, 8).to(dtype)) if with_sink else (None,) * 2
-    torch.library.opcheck(torch.ops.qknorm.stock_forward.default, (q, k, v, *sink, *mask))
-    out, lse = torch.ops.qknorm.stock_forward(q, k, v, *sink, *mask)
-    d_out = torch.randn_like(out)
-    torch.library.opcheck(
-        torch.ops.qknorm.stock_backward.default, (d_out, q, k, v, out, lse, *sink, *mask)
+    documents, key_padding, causal, window, scale = mask
+    inputs = Inputs(
+        *(q, k, v, None, None, *sink, None, None, documents, key_padding),
+        causal=causal,
+        window=window,
+        scale=scale,
     )
+    for stats in (NONE, HEADS, ROWS):
+        torch.library.opcheck(torch.ops.qknorm.stock_forward.default, (*inputs, stats))
+    out, lse, *_ = torch.ops.qknorm.stock_forward(*inputs, NONE)
+    d_out = torch.randn_like(out)
+    torch.library.opcheck(torch.ops.qknorm.stock_backward.default, (d_out, out, lse, *inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -188,8 +195,9 @@ def test_second_derivatives_are_refused(leaf: str) -> None:
     """Also where d_out needs no gradient: dq still depends on q, and a constant would be wrong."""
     inputs = make_inputs(HARD["sink_5"], torch.float32)
     out = qknorm.attention(inputs.q, inputs.k, inputs.v, **inputs.options, backend="stock")
+    (once,) = torch.autograd.grad(out, inputs.leaves[leaf], inputs.d_out, create_graph=True)
     with pytest.raises(RuntimeError, match=r"no second derivative.*reference"):
-        torch.autograd.grad(out, inputs.leaves[leaf], inputs.d_out, create_graph=True)
+        torch.autograd.grad(once.sum(), inputs.leaves[leaf])
 
 
 def saved_elements(backend: str, T: int, stats: bool) -> list[int]:

@@ -5,7 +5,6 @@ Shapes: B batch, Tq / Tk query / key tokens, Hq / Hk heads, D head width.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from typing import Any
 
@@ -18,9 +17,8 @@ import qknorm
 from conformance import DTYPES
 from problems import HARD, Problem, make_inputs
 from qknorm import Mask, Stats
+from qknorm.ops import online_softmax
 
-# `qknorm.ops.logit_stats` is the function; the constants stand in the module of the same name.
-logit_stats_module = importlib.import_module("qknorm.ops.logit_stats")
 BACKENDS = ("reference", "stock")
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 PER_HEAD = ("max_logit", "entropy_nats", "entropy_ratio", "sink_mass")
@@ -188,8 +186,8 @@ def test_block_sizes_do_not_change_the_statistics(
 ) -> None:
     inputs = make_inputs(HARD[name], torch.float32)
     whole = qknorm.logit_stats(inputs.q, inputs.k, **inputs.options, stats="rows")
-    monkeypatch.setattr(logit_stats_module, "KEY_BLOCK", key_block)
-    monkeypatch.setattr(logit_stats_module, "SCORE_BUDGET", score_budget)
+    monkeypatch.setitem(online_softmax.KEY_BLOCK, "cpu", key_block)
+    monkeypatch.setitem(online_softmax.SCORE_BUDGET, "cpu", score_budget)
     blocks = qknorm.logit_stats(inputs.q, inputs.k, **inputs.options, stats="rows")
     assert_same(blocks, whole, 2e-6)
     for field in PER_ROW:
@@ -269,3 +267,36 @@ def test_an_unknown_request_is_refused() -> None:
     q, k = offset_inputs(0.0)
     with pytest.raises(ValueError, match="stats"):
         qknorm.attention(q, k, k, mask=Mask(), stats="row")
+
+
+@pytest.mark.parametrize("carriers", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_f19_a_sink_counts_once_whichever_part_carries_it(carriers: tuple[int, ...]) -> None:
+    q, k = offset_inputs(0.0)
+    sink = torch.tensor([0.0, 9.0, -3.0, 12.0])
+    options = {"mask": Mask(), "scale": 1.0, "stats": "rows"}
+    whole = qknorm.logit_stats(q, k, sink=sink, **options)
+    edges = (0, 7, 25, 50)
+    parts = [
+        qknorm.logit_stats(q, k[:, :, lo:hi], sink=sink.clone() if i in carriers else None, **options)
+        for i, (lo, hi) in enumerate(itertools.pairwise(edges))
+    ]
+    merged = parts[0].merge_keys(*parts[1:])
+    assert whole.sink_mass.max() > 0.5
+    assert_same(merged, whole, 1e-6)
+    torch.testing.assert_close(merged.rows.lse, whole.rows.lse, rtol=1e-6, atol=1e-6)
+
+
+def test_f19_parts_with_different_sinks_are_refused() -> None:
+    q, k = offset_inputs(0.0)
+    options = {"mask": Mask(), "scale": 1.0, "stats": "rows"}
+    one, other = (qknorm.logit_stats(q, k, sink=torch.full((4,), s), **options) for s in (1.0, 2.0))
+    with pytest.raises(ValueError, match="different sinks"):
+        one.merge_keys(other)
+
+
+def test_f16_statistics_compare_by_their_values() -> None:
+    q, k = offset_inputs(0.0)
+    one, same = (qknorm.logit_stats(q, k, stats="rows") for _ in range(2))
+    assert one == same
+    assert one != qknorm.logit_stats(q + 1, k, stats="rows")
+    assert one != "something else"

@@ -20,7 +20,8 @@ from conformance import check, compare
 from problems import BOUNDARY, HARD, Problem, make_inputs, problems
 from qknorm import Mask
 from qknorm.ops.backends import BACKENDS, choose
-from qknorm.ops.backends.call import Case
+from qknorm.ops.backends.call import Call, Case
+from qknorm.ops.backends.fused import HEADS, NONE, ROWS, Inputs
 
 pytest.importorskip("triton", reason="the Triton backend needs the package triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -28,7 +29,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from qknorm.ops.backends.triton import launch
 from qknorm.ops.backends.triton import tiles as sizes
-from qknorm.ops.logit_stats import stream
+from qknorm.ops.logit_stats import rows_by_stream
 
 DTYPES = (torch.float32, torch.float16)
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
@@ -208,9 +209,9 @@ def test_the_statistics_alone_equal_the_streamed_ones(problem_name: str, sampled
         tokens, q = at + k.shape[2] - q.shape[2], q[:, :, at]
     arguments = (q, k, tokens, mask.documents, mask.key_padding, mask.causal, mask.window, -0.3)
     for name, actual, wanted in zip(
-        ("max", "log_sum", "entropy", "keys"),
+        ("max", "log_sum", "entropy", "first_logit", "keys", "first_key"),
         launch.logit_stats(*arguments),
-        stream(*arguments),
+        rows_by_stream(*arguments),
         strict=True,
     ):
         compare(name, actual, wanted.double(), 4e-6 * (1 + wanted.double().abs().nan_to_num(0, 0, 0)))
@@ -222,7 +223,7 @@ def test_a_sample_of_rows_is_those_rows() -> None:
     documents = (torch.arange(50) // 20).expand(2, 50).contiguous()
     mask = Mask(causal=True, documents=documents)
     every = qknorm.logit_stats(q, k, mask=mask, stats="rows")
-    some = qknorm.logit_stats(q, k, mask=mask, stats="rows", rows=7)
+    some = qknorm.logit_stats(q, k, mask=mask, stats="rows", sample=7)
     assert every.rows is not None
     assert some.rows is not None
     at = [0, 9, 17, 25, 33, 41, 49]
@@ -230,9 +231,9 @@ def test_a_sample_of_rows_is_those_rows() -> None:
     torch.testing.assert_close(some.rows.entropy_nats, every.rows.entropy_nats[:, :, at])
     assert torch.equal(some.rows.visible_keys, every.rows.visible_keys[:, at])
     assert int(some.row_count) == 2 * 7
-    assert int(qknorm.logit_stats(q, k, mask=mask, rows=50).row_count) == 2 * 50
-    with pytest.raises(ValueError, match="rows must be at least 1"):
-        qknorm.logit_stats(q, k, rows=0)
+    assert int(qknorm.logit_stats(q, k, mask=mask, sample=50).row_count) == 2 * 50
+    with pytest.raises(ValueError, match="sample must be at least 1"):
+        qknorm.logit_stats(q, k, sample=0)
 
 
 # Norm and RoPE before another kernel ---------------------------------------------------------------
@@ -254,31 +255,24 @@ def test_compose_equals_stock(name: str) -> None:
 # Registration --------------------------------------------------------------------------------------
 
 
-def arguments_of(name: str) -> tuple[Any, ...]:
+def inputs_of(name: str) -> Inputs:
     inputs = make_inputs(HARD[name], torch.float32)
-    o = inputs.options
-    mask, rope = o.get("mask", Mask(causal=True)), o.get("rope")
-    table = (None, None) if rope is None else (rope.cos, rope.sin)
-    sink = o.get("sink")
-    return (
-        *(inputs.q, inputs.k, inputs.v, o.get("q_gain"), o.get("k_gain")),
-        *(sink if isinstance(sink, torch.Tensor) else None, *table, mask.documents, mask.key_padding),
-        *(None if rope is None else rope.layout, mask.causal, mask.window, 1e-6, 0.3),
-    )
+    options = {"q_gain": None, "k_gain": None, "eps": 1e-6, "rope": None, "sink": None}
+    options |= {"mask": Mask(causal=True)} | inputs.options | {"scale": 0.3}
+    return Inputs.of(Call(q=inputs.q, k=inputs.k, v=inputs.v, stats=False, **options))
 
 
 @pytest.mark.parametrize("name", ["everything", "plain"])
 def test_operators_are_correct(name: str) -> None:
     ops = torch.ops.qknorm
-    call = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments_of(name))
-    torch.library.opcheck(ops.triton_forward.default, call)
-    for rows in (False, True):
-        torch.library.opcheck(ops.triton_forward_stats.default, (*call, rows))
-    out, lse = ops.triton_forward(*call)
-    torch.library.opcheck(ops.triton_backward.default, (torch.ones_like(out), out, lse, *call))
-    prepared = (*call[:2], *call[3:5], *call[6:8], call[10], 1e-6)
+    x = Inputs(*(t.detach() if isinstance(t, torch.Tensor) else t for t in inputs_of(name)))
+    for stats in (NONE, HEADS, ROWS):
+        torch.library.opcheck(ops.triton_forward.default, (*x, stats))
+    out, lse, *_ = ops.triton_forward(*x, NONE)
+    torch.library.opcheck(ops.triton_backward.default, (torch.ones_like(out), out, lse, *x))
+    prepared = (x.q, x.k, x.q_gain, x.k_gain, x.cos, x.sin, x.layout, x.eps)
     torch.library.opcheck(ops.triton_prepare.default, prepared)
-    hats = (torch.ones_like(call[0]), torch.ones_like(call[1]))
+    hats = (torch.ones_like(x.q), torch.ones_like(x.k))
     torch.library.opcheck(ops.triton_unprepare.default, (*hats, *prepared))
 
 
@@ -302,8 +296,9 @@ def test_compiles_as_one_graph(stats: bool) -> None:
 def test_second_derivatives_are_refused() -> None:
     inputs = make_inputs(HARD["plain"], torch.float32)
     out = triton_attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+    (once,) = torch.autograd.grad(out.sum(), inputs.q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(out.sum(), inputs.q, create_graph=True)
+        torch.autograd.grad(once.sum(), inputs.q)
 
 
 # The choice ----------------------------------------------------------------------------------------
@@ -330,7 +325,6 @@ def test_what_it_cannot_do_is_named(case: dict[str, Any], why: str) -> None:
     [
         ({"keys": 1024, "queries": 1024}, "triton"),
         ({"keys": 16_384, "queries": 16_384}, "compose"),
-        ({"keys": 16_384, "queries": 16_384, "has_stats": True}, "triton"),
         ({"keys": 16_384, "queries": 16_384, "is_dense": False}, "triton"),
         ({"keys": 16_384, "queries": 1}, "triton"),
         ({"keys": 16_384, "queries": 16_384, "dtype": torch.float32}, "triton"),
@@ -340,7 +334,7 @@ def test_what_it_cannot_do_is_named(case: dict[str, Any], why: str) -> None:
 def test_auto_on_a_gpu_follows_the_table(case: dict[str, Any], name: str) -> None:
     usual = {
         "device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "value_dim": 128,
-        "has_stats": False, "is_dense": True,
+        "is_dense": True,
     }  # fmt: skip
     assert choose("auto", Case(**(usual | case))).name == name
 

@@ -110,9 +110,8 @@ class Block(nn.Module):
         self, x: Tensor, rope: Rope | None, mask: Mask, cache: KVCache | None, stats: bool
     ) -> tuple[Tensor, Stats | None]:
         """x `[B, T, C]` to the same, and the statistics if asked for."""
-        attended, found = self.attention(
-            self.attention_norm(x), rope=rope, mask=mask, cache=cache, stats=stats
-        )
+        attended = self.attention(self.attention_norm(x), rope=rope, mask=mask, cache=cache, stats=stats)
+        attended, found = attended if stats else (attended, None)
         x = x + attended
         return x + self.down(F.gelu(self.up(self.mlp_norm(x)))), found
 
@@ -130,9 +129,17 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = nn.RMSNorm(c.dim, eps=1e-6)
         self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
-        self.reset_parameters()
+        self._draw_weights()
 
     def reset_parameters(self) -> None:
+        """First values of the whole model, submodules included, as the constructor gives them."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and reset is not None:
+                reset()
+        self._draw_weights()
+
+    def _draw_weights(self) -> None:
         """Normal weights of std 0.02; those that write to the residual stream scaled by 1/sqrt(2L)."""
         for name, weight in self.named_parameters():
             if weight.ndim == 2 and (name.endswith("weight")):
@@ -140,9 +147,9 @@ class LanguageModel(nn.Module):
                 std = 0.02 / (2 * self.config.layers) ** 0.5 if writes else 0.02
                 nn.init.normal_(weight, std=std)
 
-    def rope(self, tokens: int, start: int = 0) -> Rope | None:
-        """The rotary table of `tokens` positions from `start`."""
-        return None if self.rotary is None else self.rotary(tokens, start=start)
+    def rope(self, tokens: int) -> Rope | None:
+        """The rotary table of the first `tokens` positions."""
+        return None if self.rotary is None else self.rotary(tokens)
 
     def forward(
         self,
@@ -156,8 +163,13 @@ class LanguageModel(nn.Module):
 
         With `caches`, one per layer, the tokens follow those already cached.
         """
-        start = caches[0].length if caches else 0
-        rope = self.rope(tokens.shape[1], start)
+        cached = caches[0].length if caches else 0
+        if caches and [cache.length for cache in caches] != [cached] * len(self.blocks):
+            raise ValueError(
+                f"each of the {len(self.blocks)} layers needs a cache, and all must be equally long; "
+                f"got {[cache.length for cache in caches]}"
+            )
+        rope = self.rope(cached + tokens.shape[1])
         x = self.embed(tokens)
         found: list[Stats] = []
         for i, block in enumerate(self.blocks):
@@ -177,6 +189,10 @@ class LanguageModel(nn.Module):
     def logit_bounds(self, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """`[L, Hq]`, the largest |logit| that the gains allow within `tokens` positions, or None."""
         rope = self.rope(tokens)
-        bounds = [layer.logit_bound(rope, dtype) for layer in self.attention_layers()]
+        rotary_dim = 0 if rope is None else None
+        bounds = [
+            layer.logit_bound(rope, rotary_dim=rotary_dim, dtype=dtype)
+            for layer in self.attention_layers()
+        ]
         known = [bound for bound in bounds if bound is not None]
         return torch.stack(known) if known else None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qknorm.checks import check_eps
 from qknorm.lab import checkpoint, data, environment, files
 from qknorm.lab.log import MetricsLog, require_tensorboard
 from qknorm.lab.model import LanguageModel, ModelConfig
@@ -26,7 +27,6 @@ from qknorm.lab.verdict import divergence
 from qknorm.monitor.alerts import Alerts
 from qknorm.nn import param_groups
 from qknorm.ops import Stats
-from qknorm.spec import check_eps
 
 
 @dataclass(frozen=True, kw_only=True)

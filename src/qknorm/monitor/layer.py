@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qknorm.monitor.measure import MAX_HEADS, ScoreMod, new_buffer, observe_score_mod
+from qknorm.monitor.fields import MAX_HEADS, new_buffer
+from qknorm.monitor.measure import ScoreMod, observe_score_mod
 from qknorm.ops import Stats
 
 # Set on a module while it is observed. A plain attribute: no hook, which a compiled model may never run.

@@ -9,64 +9,20 @@ Shapes: B batch, Tq / Tk tokens, Hq / Hk heads, G = Hq / Hk, D head width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qknorm import spec
-from qknorm.ops.logit_stats import full_precision_matmul
+from qknorm.monitor.fields import FIELD
+from qknorm.monitor.rows import Seen, add_call, add_rms
 
 # FlexAttention's: (score, batch, head, query, key) -> score, on scalars.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# Scores held at once, in fp32: 4 MiB where they should stay in a cache, 64 MiB on a device.
-SCORE_BUDGET = {"cpu": 1 << 20}
-DEVICE_SCORE_BUDGET = 1 << 24
-
-# An additive mask hides a pair by this or less; its probability is 0 in any dtype.
-HIDES = -1e4
-
-MAX_HEADS = 512
-
-# Rows of a buffer `[len(FIELDS), MAX_HEADS]`, of which the first Hq columns count. The first row is a
-# maximum, the others are sums. Those of k hold one value per key head in their first Hk columns.
-FIELDS = (
-    "max_logit",
-    "entropy",
-    "ratio",
-    "sink",
-    "first",
-    "rows",
-    "ratio_rows",
-    "q_rms",
-    "q_rms_square",
-    "q_rows",
-    "k_rms",
-    "k_rms_square",
-    "k_rows",
-)
-FIELD = {name: i for i, name in enumerate(FIELDS)}
-
-
-def new_buffer(heads: int, device: torch.device) -> Tensor:
-    """An empty buffer: -inf for the maximum, zeros for the sums. fp64 where the device has it."""
-    buffer = torch.zeros(
-        len(FIELDS), heads, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
-    )
-    return clear_(buffer)
-
-
-def clear_(buffer: Tensor) -> Tensor:
-    """Empty it in place."""
-    buffer.zero_()[0].fill_(-torch.inf)
-    return buffer
-
-
 torch.library.define(
     "qknorm::monitor_observe",
     "(Tensor(a!) buffer, Tensor q, Tensor k, Tensor? mask, Tensor? sink, bool causal, int? window, "
-    "float scale, float? softcap, int? rows, bool cross) -> ()",
+    "float scale, float? softcap, int? sample, bool cross) -> ()",
 )
 
 
@@ -93,13 +49,28 @@ def _observe(
     window: int | None,
     scale: float,
     softcap: float | None,
-    rows: int | None,
+    sample: int | None,
     cross: bool,
 ) -> None:
-    def modify(s: Tensor, queries: Tensor) -> Tensor:
-        return s if softcap is None else s.div_(softcap).tanh_().mul_(softcap)
+    def cap(s: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        assert softcap is not None
+        return s.div_(softcap).tanh_().mul_(softcap)
 
-    _add_call(buffer, q, k, mask, sink, causal, window, scale, modify, rows, cross)
+    _add_call(
+        buffer,
+        q,
+        k,
+        Seen(
+            scale=scale,
+            mask=mask,
+            sink=sink,
+            causal=causal,
+            window=window,
+            change=None if softcap is None else cap,
+            sample=sample,
+            cross=cross,
+        ),
+    )
 
 
 @torch.library.register_fake("qknorm::monitor_observe")
@@ -113,7 +84,7 @@ def _(
     window: int | None,
     scale: float,
     softcap: float | None,
-    rows: int | None,
+    sample: int | None,
     cross: bool,
 ) -> None:
     return None
@@ -126,7 +97,7 @@ def observe_score_mod(
     mask: Tensor | None,
     scale: float,
     score_mod: ScoreMod,
-    rows: int | None,
+    sample: int | None,
 ) -> None:
     """`monitor_observe` with a function that changes logits, as FlexAttention has, which no operator
     takes."""
@@ -139,35 +110,17 @@ def observe_score_mod(
     for axes in over:  # keys, queries, heads, batch
         score_mod = torch.vmap(score_mod, in_dims=axes)
 
-    def modify(s: Tensor, queries: Tensor) -> Tensor:
-        b, h, kv = (torch.arange(n, device=s.device) for n in (s.shape[0], s.shape[1], s.shape[3]))
-        return score_mod(s, b, h, queries.to(s.device), kv).to(s.dtype)
+    def change(s: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        b, h = (torch.arange(n, device=s.device) for n in s.shape[:2])
+        return score_mod(s, b, h, queries, keys).to(s.dtype)
 
-    _add_call(buffer, q, k, mask, None, False, None, scale, modify, rows, False)
+    seen = Seen(scale=scale, mask=mask, change=change, change_hides=True, sample=sample)
+    _add_call(buffer, q, k, seen)
 
 
-def _add_call(
-    buffer: Tensor,
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    modify: Callable[[Tensor, Tensor], Tensor],
-    rows: int | None,
-    cross: bool,
-) -> None:
-    """`modify(s, queries)` maps scaled products `[B, Hq, n, hi]` to logits, before the bias."""
-    if in_backward() or q.numel() == 0 or k.numel() == 0:
-        return
-    buffer = _columns(buffer, q)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False), full_precision_matmul():
-        view = View(q.shape[2], k.shape[2], mask, causal, window, q.device, cross=cross)
-        _add_logits(buffer, q, k, view, sink, scale, modify, rows)
-        _add_rms(buffer, "q", q, view.real)
-        _add_rms(buffer, "k", k, view.keys)
+def _add_call(buffer: Tensor, q: Tensor, k: Tensor, seen: Seen) -> None:
+    if not in_backward() and q.numel() > 0 and k.numel() > 0:
+        add_call(_columns(buffer, q), q, k, seen)
 
 
 torch.library.define(
@@ -188,182 +141,10 @@ def _add(buffer: Tensor, q: Tensor, k: Tensor, max_logit: Tensor, sums: Tensor, 
         buffer[FIELD["entropy"] : FIELD["sink"] + 1] += sums
         buffer[FIELD["rows"]] += counts[0]
         buffer[FIELD["ratio_rows"]] += counts[1]
-        _add_rms(buffer, "q", q, None)
-        _add_rms(buffer, "k", k, None)
+        add_rms(buffer, "q", q, None)
+        add_rms(buffer, "k", k, None)
 
 
 @torch.library.register_fake("qknorm::monitor_add")
 def _(buffer: Tensor, q: Tensor, k: Tensor, max_logit: Tensor, sums: Tensor, counts: Tensor) -> None:
     return None
-
-
-class Block(NamedTuple):
-    """The view of some queries on the keys [0, hi)."""
-
-    hi: int
-    visible: Tensor  # bool [B or 1, H or 1, n, hi]
-    bias: Tensor | None  # float, the same
-
-
-class View:
-    """Which keys a query sees, whatever form the mask came in.
-
-    Args:
-        mask: None, bool (True: visible), or additive, broadcastable to `[B, Hq, Tq, Tk]`. An additive
-            entry at or below HIDES hides the pair.
-        causal, window: as in `Mask`, beside the mask.
-        cross: queries and keys are of different sequences, whatever their lengths.
-
-    Attributes:
-        real: bool `[B or 1, Tq]`: some query, if only itself, sees the token, so that it is no padding.
-            Of different sequences, or with Tq != Tk, nothing is known of that, and it is None.
-        keys: bool `[B or 1, Tk]`: some query sees the key; None for all.
-        first: `[B or 1, H or 1, Tq]`: the first key that a query sees.
-    """
-
-    def __init__(
-        self,
-        Tq: int,
-        Tk: int,
-        mask: Tensor | None,
-        causal: bool,
-        window: int | None,
-        device: torch.device,
-        *,
-        cross: bool = False,
-    ) -> None:
-        self.Tq, self.Tk = Tq, Tk
-        self.causal, self.window = causal, window
-        self.tokens = torch.arange(Tq, device=device) + (Tk - Tq)
-        self.mask = None if mask is None else _narrow(mask[(None,) * (4 - mask.dim())])
-        is_self = Tq == Tk and not cross
-        self.real: Tensor | None = None
-        self.keys: Tensor | None = None
-        if self.mask is None:
-            self.first = (self.tokens - (window or Tk) + 1).clamp(min=0)[None, None]
-            if is_self:
-                self.real = torch.ones(1, Tq, dtype=torch.bool, device=device)
-        else:
-            B, H = self.mask.shape[:2]
-            firsts, keys = [], torch.zeros(B, Tk, dtype=torch.bool, device=device)
-            for some in torch.arange(Tq).split(max(1, _budget(device) // (B * H * Tk))):
-                visible = self.block(some).visible
-                firsts.append(visible.byte().argmax(-1))
-                keys[:, : visible.shape[-1]] |= visible.any(2).any(1)
-            self.first, self.keys = torch.cat(firsts, 2), keys
-            if is_self:
-                self.real = keys
-
-    def block(self, queries: Tensor) -> Block:
-        """What some queries see, ascending indices on the CPU, and the bias on it."""
-        limited = self.causal or self.window is not None
-        reach = 1 if self.causal or self.window is None else self.window
-        hi = min(self.Tk, int(queries[-1]) + self.Tk - self.Tq + reach) if limited else self.Tk
-        queries = queries.to(self.tokens.device)
-        tokens = self.tokens[queries]
-        bias = None
-        if self.mask is None:
-            visible = torch.ones(1, 1, len(tokens), hi, dtype=torch.bool, device=tokens.device)
-        else:
-            rows = self.mask if self.mask.shape[2] == 1 else self.mask[:, :, queries]
-            rows = rows.expand(-1, -1, len(tokens), self.Tk)[..., :hi]
-            if rows.dtype == torch.bool:
-                visible = rows
-            else:
-                visible, bias = rows > HIDES, rows
-        if limited:
-            distance = tokens[:, None] - torch.arange(hi, device=tokens.device)
-            if self.causal:
-                visible = visible & (distance >= 0)
-            if self.window is not None:
-                visible = visible & (distance < self.window) & (distance > -self.window)
-        return Block(hi, visible, bias)
-
-
-def _narrow(mask: Tensor) -> Tensor:
-    """Without the copies that an expanded axis stands for."""
-    for axis in (0, 1, 2):
-        if mask.stride(axis) == 0:
-            mask = mask.narrow(axis, 0, 1)
-    return mask
-
-
-def _budget(device: torch.device) -> int:
-    return SCORE_BUDGET.get(device.type, DEVICE_SCORE_BUDGET)
-
-
-def _add_logits(
-    buffer: Tensor,
-    q_BHTD: Tensor,
-    k_BHTD: Tensor,
-    view: View,
-    sink: Tensor | None,
-    scale: float,
-    modify: Callable[[Tensor, Tensor], Tensor],
-    rows: int | None,
-) -> None:
-    """Blocks of queries against all keys that they may see."""
-    B, Hq, Tq, _ = q_BHTD.shape
-    Hk, Tk = k_BHTD.shape[1:3]
-    wide = spec.compute_dtype(q_BHTD.dtype)
-    queries = torch.arange(Tq)  # on the CPU, whose values are known without waiting for a device
-    if rows is not None and rows < Tq:
-        # The last is always among them: under a causal mask the first sees one key.
-        queries = (Tq - 1 - torch.linspace(0, Tq - 1, rows).round().long()).flip(0)
-    step = max(1, _budget(q_BHTD.device) // (B * Hq * Tk))
-    # A key at which a document starts: it is the first that its own query sees.
-    starts = view.first == view.tokens if view.real is not None else None
-    for some in queries.split(step):
-        hi, visible, bias = view.block(some)
-        part, n = some.to(q_BHTD.device), len(some)
-        grouped = q_BHTD[:, :, part].to(wide).reshape(B, Hk, Hq // Hk * n, -1)
-        s = (grouped @ k_BHTD[:, :, :hi].to(wide).mT).view(B, Hq, n, hi).mul_(scale)
-        s = modify(s, some)
-        if bias is not None:
-            s = s + bias
-        s = s.masked_fill(~visible, -torch.inf)
-        seen = visible.any(-1).expand(B, Hq, n)
-        counted = seen if view.real is None else seen & view.real[:, None, part]
-        keys = visible.sum(-1).expand(B, Hq, n)
-
-        m = s.amax(-1)
-        origin = torch.where(m == -torch.inf, 0.0, m)[..., None]
-        first = view.first[:, :, part].expand(B, Hq, n)
-        first_logit = s.gather(-1, first.clamp(max=hi - 1)[..., None])[..., 0]
-        s = (s - origin).clamp_(min=-800.0)  # exp is 0 there, and 0 * -800 is 0
-        p = s.exp()
-        l = p.sum(-1)  # noqa: E741 - the name of the literature
-        log_sum = l.log()
-        entropy = (log_sum - (p * s).sum(-1) / l).clamp_(min=0.0)
-        sink_mass = (
-            torch.zeros_like(m) if sink is None else torch.sigmoid(sink[:, None].to(m) - m - log_sum)
-        )
-        first_mass = (first_logit - origin[..., 0] - log_sum).exp() * (1 - sink_mass)
-        if starts is not None:
-            started = starts.expand(B, Hq, Tq).gather(-1, first)
-            first_mass = torch.where(started, first_mass, 0.0)
-        choice = counted & (keys > 1)
-        ratio = entropy / keys.clamp(min=2).to(wide).log()
-
-        top = torch.where(counted, m, -torch.inf).transpose(0, 1).flatten(1).amax(-1)
-        buffer[0] = torch.maximum(buffer[0], top)
-        sums = {"entropy": entropy, "sink": sink_mass, "first": first_mass}
-        for name, x in sums.items():
-            buffer[FIELD[name]] += torch.where(counted, x, 0.0).sum((0, 2), dtype=buffer.dtype)
-        buffer[FIELD["ratio"]] += torch.where(choice, ratio, 0.0).sum((0, 2), dtype=buffer.dtype)
-        buffer[FIELD["rows"]] += counted.sum((0, 2))
-        buffer[FIELD["ratio_rows"]] += choice.sum((0, 2))
-
-
-def _add_rms(buffer: Tensor, name: str, x_BHTD: Tensor, real: Tensor | None) -> None:
-    """Root mean square of each vector of real tokens: sum, sum of squares, count, per head."""
-    B, H, T, D = x_BHTD.shape
-    wide = spec.compute_dtype(x_BHTD.dtype)
-    rms = torch.linalg.vector_norm(x_BHTD, dim=-1, dtype=wide).div_(D**0.5)
-    at = FIELD[f"{name}_rms"]
-    if real is not None:
-        real = real[:, None].expand(B, H, T)
-        rms = torch.where(real, rms, 0.0)
-    buffer[at, :H] += rms.sum((0, 2), dtype=buffer.dtype)
-    buffer[at + 1, :H] += rms.square().sum((0, 2), dtype=buffer.dtype)
-    buffer[at + 2, :H] += B * T if real is None else real.sum((0, 2))

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from qknorm.monitor.fields import FIELD, clear_
 from qknorm.monitor.gains import gain_and_bound
 from qknorm.monitor.layer import ATTRIBUTE, Layer, Switch
-from qknorm.monitor.measure import FIELD, clear_
 from qknorm.monitor.record import LayerRecord, Record, layer_record
 from qknorm.monitor.reduce import Key, Part, Place, Reducer
 from qknorm.monitor.taps import TAPS, own

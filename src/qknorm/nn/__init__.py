@@ -2,7 +2,8 @@
 
 from qknorm.nn.attention import Attention, AttentionConfig
 from qknorm.nn.kv_cache import KVCache
-from qknorm.nn.marks import mark, marked_parameters, param_groups
+from qknorm.nn.marks import mark, marked_parameters
+from qknorm.nn.param_groups import param_groups
 from qknorm.nn.qk_norm import QKNorm
 from qknorm.nn.rotary import RopeScaling, RotaryEmbedding
 

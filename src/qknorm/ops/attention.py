@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from qknorm import spec
+from qknorm import checks, spec
 from qknorm.ops.backends import choose
-from qknorm.ops.backends.call import Call
-from qknorm.ops.sinks import sink_logits, sink_values
+from qknorm.ops.backends.call import Backend, Call
 from qknorm.ops.stats import Stats, StatsRequest, check_request
 from qknorm.spec import Mask, Rope, Sink
 
@@ -115,34 +116,66 @@ def attention(
 
     Source: Henry et al. 2020 (arXiv 2010.04245); Dehghani et al. 2023 (arXiv 2302.05442), sec. 2.
     """
+    return prepare(
+        q,
+        k,
+        v,
+        q_gain=q_gain,
+        k_gain=k_gain,
+        eps=eps,
+        rope=rope,
+        mask=mask,
+        sink=sink,
+        scale=scale,
+        stats=stats,
+        backend=backend,
+    )()
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 1e-6,
+    rope: Rope | None = None,
+    mask: Mask = Mask(causal=True),
+    sink: Sink | None = None,
+    scale: float | None = None,
+    stats: StatsRequest = False,
+    backend: str = "auto",
+) -> Callable[[], Tensor | tuple[Tensor, Stats]]:
+    """A call of `attention` that is checked and has its backend, and that nothing can refuse any more.
+
+    The entries of k and v may still be written until it is made, unless autocast casts them.
+    """
     check_request(stats)
     device = q.device.type
     if torch.is_autocast_enabled(device):
         low = torch.get_autocast_dtype(device)
         q, k, v = (x if x.dtype == torch.float64 else x.to(low) for x in (q, k, v))
-    spec.check_attention(q, k, v, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope, mask=mask, sink=sink)
-    scale = spec.default_scale(q.shape[-1]) if scale is None else scale
-    with torch.autocast(device, enabled=False):
-        return run(
-            Call(
-                q=q,
-                k=k,
-                v=v,
-                q_gain=q_gain,
-                k_gain=k_gain,
-                eps=eps,
-                rope=rope,
-                mask=mask,
-                sink_logit=sink_logits(q, sink, q_gain=q_gain, k_gain=k_gain, eps=eps, scale=scale),
-                sink_value=sink_values(sink, q.shape[1]),
-                scale=scale,
-                stats=stats,
-            ),
-            backend,
-        )
+    checks.check_attention(
+        q, k, v, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope, mask=mask, sink=sink
+    )
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        q_gain=q_gain,
+        k_gain=k_gain,
+        eps=eps,
+        rope=rope,
+        mask=mask,
+        sink=sink,
+        scale=spec.default_scale(q.shape[-1]) if scale is None else scale,
+        stats=stats,
+    )
+    return partial(_run, choose(backend, call.case()), call)
 
 
-def run(call: Call, backend: str) -> Tensor | tuple[Tensor, Stats]:
-    """Serve a checked call, with autocast off."""
-    out, found = choose(backend, call.case()).run(call)
+def _run(backend: Backend, call: Call) -> Tensor | tuple[Tensor, Stats]:
+    with torch.autocast(call.q.device.type, enabled=False):
+        out, found = backend.run(call)
     return out if found is None else (out, found)

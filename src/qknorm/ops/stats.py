@@ -7,11 +7,14 @@ Shapes: B batch, T tokens, Hq query heads. Rows are queries of one head. All val
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from qknorm.spec import ByValue
 
 StatsRequest = bool | Literal["rows"]
 
@@ -22,8 +25,8 @@ def check_request(stats: StatsRequest) -> None:
         raise ValueError(f'stats must be False, True or "rows"; got {stats!r}')
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows(ByValue):
     """The values of each row, over its visible keys.
 
     The log-sum-exp is kept as a maximum and the log of a sum relative to it: at logits near 1000
@@ -65,12 +68,14 @@ class Rows:
         return torch.sigmoid(self.sink_logit - self.max_logit - self.log_sum)
 
     def merge_keys(self, *others: Rows) -> Rows:
-        """The rows over the union of disjoint key splits. A sink is carried once, from `self`.
+        """The rows over the union of disjoint key splits.
 
-        A query counts if it is real for any part. With d_i = lse - lse_i and weights exp(-d_i):
+        A sink counts once, whichever parts carry it; a query counts if it is real for any part.
+        With d_i = lse - lse_i and weights exp(-d_i):
         H = sum_i exp(-d_i) (H_i + d_i), from H = lse - E[s].
         """
         parts = (self, *others)
+        sink = _common_sink([part.sink_logit for part in parts])
         maxima = torch.stack([part.max_logit for part in parts])
         maximum = maxima.amax(0)
         origin = torch.where(maximum == -torch.inf, 0.0, maximum)
@@ -86,8 +91,16 @@ class Rows:
             entropy_nats=(weight * (entropies + below)).sum(0),
             visible_keys=functools.reduce(torch.add, [part.visible_keys for part in parts]),
             is_real=functools.reduce(torch.logical_or, [part.is_real for part in parts]),
-            sink_logit=self.sink_logit,
+            sink_logit=sink,
         )
+
+
+def _common_sink(sinks: Sequence[Tensor | None]) -> Tensor | None:
+    """The sink of the parts that carry one. Raises ValueError if theirs differ."""
+    carried = [sink for sink in sinks if sink is not None]
+    if not all(sink is carried[0] or torch.equal(sink, carried[0]) for sink in carried):
+        raise ValueError("the parts have different sinks: key splits share the sink of their attention")
+    return carried[0] if carried else None
 
 
 def amax(x: Tensor) -> Tensor:
@@ -95,8 +108,8 @@ def amax(x: Tensor) -> Tensor:
     return x.amax(-1) if x.shape[-1] > 0 else x.new_full(x.shape[:-1], -torch.inf)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stats:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stats(ByValue):
     """Statistics per query head over the counted rows: real queries that see a key.
 
     Kept as maxima, sums and counts, so that micro-batches, ranks and key splits merge exactly. A
@@ -176,7 +189,8 @@ class Stats:
     def merge_keys(self, *others: Stats) -> Stats:
         """The statistics of the same queries over the union of disjoint key splits.
 
-        Needs parts made with `stats="rows"`. Raises ValueError otherwise.
+        Needs parts made with `stats="rows"`, whose sinks, where they have one, are the same. Raises
+        ValueError otherwise.
         """
         rows = [part.rows for part in (self, *others) if part.rows is not None]
         if len(rows) != 1 + len(others):

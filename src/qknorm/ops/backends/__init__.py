@@ -1,43 +1,24 @@
-"""Who can serve a call: one table, read by `auto`, by the error messages and by `qknorm env`."""
+"""Who can serve a call: one table, read by `auto`, by the error messages and by `qknorm env`.
+
+A backend is one file or folder with a `Backend` in it, and a line in this table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from qknorm.ops.backends import cpu, reference, stock, triton
-from qknorm.ops.backends.call import Call, Case
+from qknorm.ops.backends.call import Backend, Call, Case
 from qknorm.ops.stats import Stats
 from qknorm.spec import UnsupportedError
 
-
-@dataclass(frozen=True, kw_only=True)
-class Backend:
-    """One implementation of the operator.
-
-    Attributes:
-        name: what `backend=` takes.
-        purpose: one line for `qknorm env`.
-        memory: how peak memory grows.
-        refuses: the reason why it cannot serve a case, or None if it can.
-        run: the implementation.
-        is_automatic: whether `auto` may take it in a case that it can serve.
-    """
-
-    name: str
-    purpose: str
-    memory: str
-    refuses: Callable[[Case], str | None]
-    run: Callable[[Call], tuple[Tensor, Stats | None]]
-    is_automatic: Callable[[Case], bool] = lambda case: True
-
-
-# From this many keys on, by rounded head width, `auto` leaves dense attention without statistics to
-# cuDNN and fuses norm and RoPE alone: K is then read so often that its kernel's lead outweighs the pass
+# From this many keys on, by rounded head width, `auto` leaves dense attention to cuDNN
+# and fuses norm and RoPE alone: K is then read so often that its kernel's lead outweighs the pass
 # over q that it costs. Estimated from published times of both kernels on Hopper; not measured on a GPU.
 COMPOSE_FROM_KEYS = {64: 8192, 128: 4096, 256: 4096}
 
@@ -48,8 +29,6 @@ def _composes(case: Case) -> bool:
 
 
 def _refuses_to_compose(case: Case) -> str | None:
-    if case.has_stats:
-        return "statistics"
     if not case.is_dense:
         return "windows, documents and padding"
     if case.is_causal and case.queries != case.keys:
@@ -66,47 +45,20 @@ def _compose(call: Call) -> tuple[Tensor, Stats | None]:
     return stock.attention(replace(call, q=q, k=k, q_gain=None, k_gain=None, rope=None))
 
 
+COMPOSE = Backend(
+    name="compose",
+    purpose="Triton for norm and RoPE, then PyTorch's own kernel (cuDNN, flash)",
+    memory="linear in T",
+    refuses=_refuses_to_compose,
+    run=_compose,
+    is_automatic=_composes,
+)
+
 # Fastest first: `auto` takes the first that it may take and that does not refuse.
 BACKENDS: dict[str, Backend] = {
-    "cpu": Backend(
-        name="cpu",
-        purpose="C++ for x86-64 (AVX2, AVX-512, bf16, AMX)",
-        memory="linear in T",
-        refuses=cpu.refuses,
-        run=cpu.attention,
-    ),
-    "compose": Backend(
-        name="compose",
-        purpose="Triton for norm and RoPE, then PyTorch's own kernel (cuDNN, flash)",
-        memory="linear in T",
-        refuses=_refuses_to_compose,
-        run=_compose,
-        is_automatic=_composes,
-    ),
-    "triton": Backend(
-        name="triton",
-        purpose="Triton kernels for NVIDIA, sm_80 and newer",
-        memory="linear in T",
-        refuses=triton.refuses,
-        run=triton.attention,
-        is_automatic=lambda case: case.device == "cuda",
-    ),
-    "stock": Backend(
-        name="stock",
-        purpose="PyTorch's own kernels, any device",
-        memory="linear in T",
-        refuses=lambda case: None,
-        run=stock.attention,
-    ),
-    "reference": Backend(
-        name="reference",
-        purpose="the definition, dense, any device",
-        memory="T x T",
-        refuses=lambda case: None,
-        run=reference.attention,
-    ),
+    backend.name: backend
+    for backend in (cpu.BACKEND, COMPOSE, triton.BACKEND, stock.BACKEND, reference.BACKEND)
 }
-
 
 # Names of the backends for which the reference stands in, one set for each open `by_definition`.
 _replaced: list[set[str]] = []

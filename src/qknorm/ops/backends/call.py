@@ -1,16 +1,53 @@
-"""One checked call of the operator, as every backend receives it, and what decides who may serve it."""
+"""One checked call of the operator, what decides who may serve it, and what a backend is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from qknorm.ops.stats import Rows, Stats, StatsRequest
-from qknorm.spec import Mask, Rope
+from qknorm import spec
+from qknorm.ops.sinks import sink_logits, sink_values
+from qknorm.ops.stats import Stats, StatsRequest
+from qknorm.spec import Mask, Rope, RowSink, Sink, SinkToken
 
 SMALLEST_FP32 = 2.0**-149
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The properties of a call that a backend can fail to support. Whether statistics are wanted is not
+    among them: the answer, and with it the output, must not depend on who watches.
+
+    Attributes:
+        is_dense: neither window nor documents nor padding.
+        sink_by_row: a sink's logit that differs by query, as that of a sink token does.
+        table_has_gradient: the gradient of cos or sin is wanted.
+        is_forward_mode: derivatives are carried along with the values (`torch.func.jvp`).
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    batch: int = 1
+    heads: int = 1
+    queries: int = 1024
+    keys: int = 1024
+    is_dense: bool = False
+    is_causal: bool = True
+    sink_by_row: bool = False
+    zero_scale: bool = False
+    table_has_gradient: bool = False
+    is_forward_mode: bool = False
+
+    @property
+    def type_name(self) -> str:
+        """The dtype, as a message names it."""
+        return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,108 +62,77 @@ class Call:
     eps: float
     rope: Rope | None
     mask: Mask
-    sink_logit: Tensor | None  # [Hq, 1] or [B, Hq, Tq], in the compute dtype
-    sink_value: Tensor | None  # [Hq, Dv], the value of a sink token
+    sink: Sink | None
     scale: float
     stats: StatsRequest
 
-    def reduce(self, rows: Rows | None) -> Stats | None:
-        """The statistics that were asked for, from the values of the rows."""
-        return None if rows is None else Stats.from_rows(rows, keep_rows=self.stats == "rows")
-
-    def packed(
-        self,
-        heads: Tensor,
-        counts: Tensor,
-        top: Tensor,
-        log_sum: Tensor,
-        entropy: Tensor,
-        keys: Tensor,
-    ) -> Stats:
-        """The statistics of a kernel that reduces to heads itself: heads `[4, Hq]` and counts `[2]` in
-        the order of `Stats`; then those of rows, which are read only if "rows" was asked for."""
-        rows = None
-        if self.stats == "rows":
-            sink = self.sink_logit
-            rows = Rows(
-                max_logit=top,
-                log_sum=log_sum,
-                entropy_nats=entropy,
-                visible_keys=keys,
-                is_real=self.mask.real_queries(self.q.shape[2], self.k.shape[2], self.q.device),
-                sink_logit=None if sink is None else sink.detach().expand(top.shape),
-            )
-        return Stats(
-            max_logit=heads[0],
-            entropy_sum=heads[1],
-            ratio_sum=heads[2],
-            sink_sum=heads[3],
-            row_count=counts[0],
-            ratio_count=counts[1],
-            rows=rows,
-        )
-
     def case(self) -> Case:
         """What a support table needs to know of it."""
+        q, rope = self.q, self.rope
         return Case(
-            device=self.q.device.type,
-            dtype=self.q.dtype,
-            head_dim=self.q.shape[-1],
+            device=q.device.type,
+            dtype=q.dtype,
+            head_dim=q.shape[-1],
             value_dim=self.v.shape[-1],
-            batch=self.q.shape[0],
-            heads=self.q.shape[1],
-            queries=self.q.shape[2],
+            batch=q.shape[0],
+            heads=q.shape[1],
+            queries=q.shape[2],
             keys=self.k.shape[2],
-            has_stats=bool(self.stats),
-            is_dense=self.mask in (Mask(), Mask(causal=True)),
+            is_dense=self.mask.is_dense,
             is_causal=self.mask.causal,
-            sink_by_row=self.sink_logit is not None and self.sink_logit.dim() == 3,
-            zero_scale=self.scale == 0
-            or (self.q.dtype != torch.float64 and abs(self.scale) < SMALLEST_FP32),
+            sink_by_row=isinstance(self.sink, SinkToken | RowSink),
+            zero_scale=is_zero(self.scale, q.dtype),
+            table_has_gradient=rope is not None
+            and torch.is_grad_enabled()
+            and (rope.cos.requires_grad or rope.sin.requires_grad),
+            is_forward_mode=forward_ad._current_level >= 0,
         )
 
-
-def token_ids(
-    q: Tensor, k: Tensor, documents: Tensor | None, key_padding: Tensor | None
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """int64 ids `[B, Tq]` and `[B, Tk]`: a pair is visible if they are equal and not negative."""
-    if documents is None and key_padding is None:
-        return None, None
-    B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]
-    if documents is None:
-        keys, queries = (torch.zeros(B, T, dtype=torch.int64, device=q.device) for T in (Tk, Tq))
-    else:
-        keys = documents.long().clamp(min=-1)  # in an unsigned type -1 would be a large id
-        queries = keys[:, Tk - Tq :].contiguous()
-    if key_padding is not None:
-        keys = torch.where(key_padding, keys, -1)
-    return queries, keys.contiguous()
-
-
-def refuse_second_derivative(backend: str) -> None:
-    """For the backward of a backend: raises RuntimeError under create_graph=True. torch's
-    `once_differentiable` looks at d_out alone, and misses that dq depends on q."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"the {backend} backend has no second derivative (create_graph=True): use "
-            'backend="reference"'
+    def sink_logit(self) -> Tensor | None:
+        """`[Hq, 1]` or `[B, Hq, Tq]` in the compute dtype, differentiable; None without a sink."""
+        return sink_logits(
+            self.q,
+            self.sink,
+            q_gain=self.q_gain,
+            k_gain=self.k_gain,
+            eps=self.eps,
+            scale=self.scale,
         )
+
+    def sink_value(self) -> Tensor | None:
+        """The value of a sink token per query head `[Hq, Dv]`; None for a sink without one."""
+        return sink_values(self.sink, self.q.shape[1])
+
+
+def is_zero(scale: float, dtype: torch.dtype) -> bool:
+    """Whether a scale is 0 in the arithmetic of this dtype."""
+    return scale == 0 or (spec.compute_dtype(dtype) == torch.float32 and abs(scale) < SMALLEST_FP32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """The properties of a call that a backend can fail to support."""
+class Backend:
+    """One implementation of the operator.
 
-    device: str
-    dtype: torch.dtype
-    head_dim: int
-    value_dim: int
-    batch: int = 1
-    heads: int = 1
-    queries: int = 1024
-    keys: int = 1024
-    has_stats: bool = True
-    is_dense: bool = False  # neither window nor documents nor padding
-    is_causal: bool = True
-    sink_by_row: bool = False  # a logit per query: sink tokens
-    zero_scale: bool = False
+    Attributes:
+        name: what `backend=` takes.
+        purpose: one line for `qknorm env`.
+        memory: how peak memory grows.
+        refuses: the reason why it cannot serve a case, or None if it can.
+        run: the implementation: out `[B, Hq, Tq, Dv]` in v's dtype, and the statistics if they are
+            asked for.
+        is_automatic: whether `auto` may take it in a case that it can serve.
+    """
+
+    name: str
+    purpose: str
+    memory: str
+    refuses: Callable[[Case], str | None]
+    run: Callable[[Call], tuple[Tensor, Stats | None]]
+    is_automatic: Callable[[Case], bool] = lambda case: True
+
+
+def refuses_derivatives(case: Case) -> str | None:
+    """What no backend with a backward pass of its own can differentiate, or None."""
+    if case.table_has_gradient:
+        return "a gradient of cos and sin"
+    return "forward-mode differentiation" if case.is_forward_mode else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 
@@ -20,6 +21,8 @@ FILE = Path(__file__).with_name("_qknorm_cpu.so")
 INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "amx")
 FORCE = "QKNORM_CPU_ISA"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Rows behind one partial sum of the gains' gradients, as in csrc/args.h.
+QUERY_PART, KEY_PART = 128, 256
 ROPE = {None: 0, "half": 1, "interleaved": 2}
 # Scratch memory is kept between calls up to this size: fresh pages cost more than what is done in them.
 KEPT_BYTES = 128 << 20
@@ -50,11 +53,61 @@ class Args(ctypes.Structure):
     )
 
     def point(self, **tensors: Tensor | None) -> None:
-        """Set pointers; where there is a field for strides, those of the first three axes as well."""
+        """Set pointers; where there is a field for strides, those of the first three axes as well.
+
+        Call it once the sizes are set. Raises RuntimeError for a tensor that is not what C++ will
+        take it for: there a wrong dtype or size is not an error but somebody else's memory.
+        """
+        inputs = _INPUT_DTYPES[self.dtype]
         for name, x in tensors.items():
-            setattr(self, name, None if x is None else x.data_ptr())
-            if x is not None and hasattr(self, f"{name}_stride"):
+            if x is None:
+                setattr(self, name, None)
+                continue
+            dtype, size = _POINTERS[name]
+            wanted = inputs if dtype is None else dtype
+            if x.dtype != wanted or not x.is_cpu or x.numel() < size(self):
+                raise RuntimeError(
+                    f"{name} must be at least {size(self)} elements of {wanted} on the CPU; "
+                    f"got {x.numel()} of {x.dtype} on {x.device}"
+                )
+            if name in _STRIDED:
                 getattr(self, f"{name}_stride")[:] = x.stride()[:3]
+            if x.stride(-1) != 1 if name in _STRIDED else not x.is_contiguous():
+                raise RuntimeError(f"{name} has strides {x.stride()}, which the library does not take")
+            setattr(self, name, x.data_ptr())
+
+
+_INPUT_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
+_STRIDED = frozenset(("q", "k", "v", "d_out"))
+_FP32, _IDS, _COUNTS = torch.float32, torch.int32, torch.int64
+# What each pointer points to: its dtype, None for that of q, k and v, and the number of elements.
+_POINTERS: dict[str, tuple[torch.dtype | None, Callable[[Args], int]]] = {
+    "q": (None, lambda a: a.B * a.Hq * a.Tq * a.D),
+    "k": (None, lambda a: a.B * a.Hk * a.Tk * a.D),
+    "v": (None, lambda a: a.B * a.Hk * a.Tk * a.Dv),
+    "out": (None, lambda a: a.B * a.Hq * a.Tq * a.Dv),
+    "d_out": (None, lambda a: a.B * a.Hq * a.Tq * a.Dv),
+    "dq": (None, lambda a: a.B * a.Hq * a.Tq * a.D),
+    "dk": (None, lambda a: a.B * a.Hk * a.Tk * a.D),
+    "dv": (None, lambda a: a.B * a.Hk * a.Tk * a.Dv),
+    "q_gain": (_FP32, lambda a: a.Hq * a.D),
+    "k_gain": (_FP32, lambda a: a.Hk * a.D),
+    "cos": (_FP32, lambda a: (a.B if a.rope_stride else 1) * a.Tk * a.R // 2),
+    "sin": (_FP32, lambda a: (a.B if a.rope_stride else 1) * a.Tk * a.R // 2),
+    "query_ids": (_IDS, lambda a: a.B * a.Tq),
+    "key_ids": (_IDS, lambda a: a.B * a.Tk),
+    "sink": (_FP32, lambda a: a.Hq),
+    "lse": (_FP32, lambda a: 2 * a.B * a.Hq * a.Tq),
+    "head_stats": (_FP32, lambda a: 4 * a.Hq),
+    "row_counts": (_COUNTS, lambda a: 2),
+    "row_max": (_FP32, lambda a: a.B * a.Hq * a.Tq),
+    "row_log_sum": (_FP32, lambda a: a.B * a.Hq * a.Tq),
+    "row_entropy": (_FP32, lambda a: a.B * a.Hq * a.Tq),
+    "visible_keys": (_COUNTS, lambda a: (a.B if a.key_ids else 1) * a.Tq),
+    "dq_gain": (_FP32, lambda a: a.B * -(-a.Tq // QUERY_PART) * a.Hq * a.D),
+    "dk_gain": (_FP32, lambda a: a.B * -(-a.Tk // KEY_PART) * a.Hk * a.D),
+    "d_sink": (_FP32, lambda a: a.B * a.Hq),
+}
 
 
 class Library:
@@ -64,13 +117,12 @@ class Library:
         self._c = ctypes.CDLL(str(FILE))
         for name in ("args_size", "query_part", "key_part", "forward_workspace", "backward_workspace"):
             getattr(self._c, f"qknorm_{name}").restype = c_int64
-        if self._c.qknorm_args_size() != ctypes.sizeof(Args):
+        parts = self._c.qknorm_query_part(), self._c.qknorm_key_part()
+        if self._c.qknorm_args_size() != ctypes.sizeof(Args) or parts != (QUERY_PART, KEY_PART):
             raise OSError(f"{FILE.name} was built from other sources: build it again")
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         self._c.qknorm_use_threads(ctypes.cast(torch_cpu.torch_parallel_for, c_void_p))
         bits = self._c.qknorm_instruction_sets()
-        # Rows behind one partial sum of the gains' gradients.
-        self.query_part, self.key_part = self._c.qknorm_query_part(), self._c.qknorm_key_part()
         self._kept = threading.local()
         self.instruction_sets = [name for i, name in enumerate(INSTRUCTION_SETS) if bits >> i & 1]
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from qknorm import spec
+from qknorm.ops.products import exact_matmul
 
 # Scores held at once by the plain code: 16 MiB in fp32.
 SCORE_BUDGET = 1 << 22
@@ -164,7 +165,7 @@ def _scores(
     B, Hq, _, D = q.shape
     Hk, m = k.shape[1:3]
     q = q[:, :, rows].to(wide).reshape(B, Hk, Hq // Hk, -1, D)
-    s = scale * (q @ k.to(wide)[:, :, None].mT)
+    s = scale * exact_matmul(q, k.to(wide)[:, :, None].mT)
     if causal:
         token = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
         s = s.masked_fill(torch.arange(m, device=q.device) > token, -torch.inf)

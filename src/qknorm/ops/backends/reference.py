@@ -9,24 +9,37 @@ import torch
 from torch import Tensor
 
 from qknorm import spec
-from qknorm.ops.backends.call import Call
+from qknorm.ops.backends.call import Backend, Call
 from qknorm.ops.norm_rope import qk_norm_rope
+from qknorm.ops.online_softmax import OnlineSoftmax
+from qknorm.ops.products import exact_matmul
 from qknorm.ops.stats import Rows, Stats, amax
 from qknorm.spec import Mask
 
 
 def attention(call: Call) -> tuple[Tensor, Stats | None]:
-    """out `[B, Hq, Tq, Dv]` in v's dtype, and the statistics if they are asked for."""
+    """out, and the statistics if they are asked for."""
     G = call.q.shape[1] // call.k.shape[1]
     wide = spec.compute_dtype(call.q.dtype)
     q_hat, k_hat = qk_norm_rope(
         call.q, call.k, q_gain=call.q_gain, k_gain=call.k_gain, eps=call.eps, rope=call.rope
     )
     k_hat, v = (x.to(wide).repeat_interleave(G, dim=1) for x in (k_hat, call.v))
-    logits = call.scale * (q_hat.to(wide) @ k_hat.mT)
-    sink_value = None if call.sink_value is None else call.sink_value.to(wide)
-    out, rows = attend(logits, v, call.mask, call.sink_logit, sink_value, stats=bool(call.stats))
-    return out.to(call.v.dtype), call.reduce(rows)
+    logits = call.scale * exact_matmul(q_hat.to(wide), k_hat.mT)
+    sink_value = call.sink_value()
+    sink_value = None if sink_value is None else sink_value.to(wide)
+    out, rows = attend(logits, v, call.mask, call.sink_logit(), sink_value, stats=bool(call.stats))
+    stats = None if rows is None else Stats.from_rows(rows, keep_rows=call.stats == "rows")
+    return out.to(call.v.dtype), stats
+
+
+BACKEND = Backend(
+    name="reference",
+    purpose="the definition, dense, any device",
+    memory="T x T",
+    refuses=lambda case: None,
+    run=attention,
+)
 
 
 def attend(
@@ -59,26 +72,23 @@ def attend(
         sink_weight = (sink - origin).exp()
         total = total + sink_weight
     total = torch.where(total == 0, 1.0, total)
-    out = (weight / total[..., None]) @ v
+    out = exact_matmul(weight / total[..., None], v)
     if sink is not None and sink_value is not None:
         out = out + (sink_weight / total)[..., None] * sink_value[:, None]
-    rows = _rows(hidden_logits.detach(), visible, mask, sink) if stats else None
+    rows = _rows(hidden_logits, visible, mask, sink) if stats else None
     return out, rows
 
 
+@torch.no_grad()
 def _rows(hidden_logits: Tensor, visible: Tensor, mask: Mask, sink: Tensor | None) -> Rows:
-    """The statistics by their textbook formulas."""
+    """The statistics, from one block of all keys."""
     Tq, Tk = hidden_logits.shape[-2:]
-    maximum = amax(hidden_logits)
-    # Relative to the maximum: at an offset of 1000 the lse itself is only good to 6e-5 in fp32.
-    shifted = hidden_logits - torch.where(maximum == -torch.inf, 0.0, maximum)[..., None]
-    log_sum = shifted.exp().sum(-1).log()
-    log_p = shifted - torch.where(maximum == -torch.inf, 0.0, log_sum)[..., None]
-    plogp = torch.where(visible, log_p.exp() * torch.where(visible, log_p, 0.0), 0.0)
+    softmax = OnlineSoftmax(hidden_logits.new_empty(hidden_logits.shape[:-1]))
+    softmax.add(hidden_logits.detach().clone())
     return Rows(
-        max_logit=maximum,
-        log_sum=log_sum,
-        entropy_nats=-plogp.sum(-1),
+        max_logit=softmax.maximum,
+        log_sum=softmax.log_sum,
+        entropy_nats=softmax.entropy_nats,
         visible_keys=visible[:, 0].sum(-1),
         is_real=mask.real_queries(Tq, Tk, hidden_logits.device),
         sink_logit=None if sink is None else sink.detach(),

@@ -5,27 +5,31 @@ A kernel that knows only plain and causal attention becomes this operator by two
 * A mask that it does not know is cut into blocks of queries, each with the keys it may see and a
   small additive mask. Nothing grows with T x T.
 * A sink needs no kernel of its own. Forward: `lse' = logaddexp(lse, sink)` and
-  `out' = out * exp(lse - lse')`. Backward: the kernel's backward, called with out' and lse' in
-  place of out and lse, computes P = exp(s - lse') and delta = rowsum(dO * out'), which are those of
-  the softmax with the sink, so its dq, dk and dv are exact; and
+  `out' = out * exp(lse - lse')`, in fp32 until the one rounding at the end. (An out that is rounded
+  before would round back to itself where the sink is weak, and the gradient would lose the sink.)
+  Backward: the kernel's backward, called with out' and lse' in place of out and lse, computes
+  P = exp(s - lse') and delta = rowsum(dO * out'), which are those of the softmax with the sink, so its
+  dq, dk and dv are exact; and
   `d_sink = sum over rows of exp(sink - lse') * (rowsum(dO * sink_value) - delta)`.
 
-The statistics are a pass of their own (`qknorm.logit_stats`): the kernels hide the maximum. So the
-output does not depend on whether anybody watches.
+Norm and RoPE come before, in tensor code that autograd differentiates. The statistics are a pass of
+their own (`qknorm::logit_stats`): the kernels hide the maximum. So the output does not depend on
+whether anybody watches.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from qknorm import spec
-from qknorm.ops.backends import flash_blocks
-from qknorm.ops.backends.call import Call, refuse_second_derivative
+from qknorm.ops.backends import flash_blocks, fused
+from qknorm.ops.backends.call import Backend, Call, is_zero, refuses_derivatives
+from qknorm.ops.backends.fused import Found, Inputs
 from qknorm.ops.blocks import Span, hides_within, spans
-from qknorm.ops.logit_stats import stream_rows
+from qknorm.ops.logit_stats import rows_of
 from qknorm.ops.norm_rope import qk_norm_rope
 from qknorm.ops.stats import Stats
 from qknorm.spec import Mask
@@ -35,73 +39,23 @@ ROWS = 256
 
 
 def attention(call: Call) -> tuple[Tensor, Stats | None]:
-    """out `[B, Hq, Tq, Dv]` in v's dtype, and the statistics if they are asked for."""
+    """out, and the statistics if they are asked for."""
     q_hat, k_hat = qk_norm_rope(
         call.q, call.k, q_gain=call.q_gain, k_gain=call.k_gain, eps=call.eps, rope=call.rope
     )
-    # The kernel multiplies hidden scores, which are -inf, by the scale: 0 would make them NaN.
-    is_zero = call.case().zero_scale
-    out = _StockAttention.apply(
-        q_hat * 0.0 if is_zero else q_hat,
-        k_hat,
-        call.v,
-        call.sink_logit,
-        call.sink_value,
-        call.mask.documents,
-        call.mask.key_padding,
-        call.mask.causal,
-        call.mask.window,
-        1.0 if is_zero else call.scale,
+    inputs = Inputs.of(call)._replace(
+        q=q_hat, k=k_hat, q_gain=None, k_gain=None, cos=None, sin=None, layout=None
     )
-    rows = stream_rows(q_hat, k_hat, call.mask, call.scale, call.sink_logit) if call.stats else None
-    return out, call.reduce(rows)
+    return fused.run("stock", inputs, call.stats)
 
 
-_MASK = "Tensor? documents, Tensor? key_padding, bool causal, int? window, float scale"
-torch.library.define(
-    "qknorm::stock_forward",
-    f"(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? sink_value, {_MASK}) -> (Tensor, Tensor)",
+BACKEND = Backend(
+    name="stock",
+    purpose="PyTorch's own kernels, any device",
+    memory="linear in T",
+    refuses=lambda case: refuses_derivatives(replace(case, table_has_gradient=False)),
+    run=attention,
 )
-torch.library.define(
-    "qknorm::stock_backward",
-    "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sink, "
-    f"Tensor? sink_value, {_MASK}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-class _StockAttention(torch.autograd.Function):
-    """Ties the forward to the backward. Second derivatives are refused, not wrong."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        sink_value: Tensor | None,
-        *mask: Any,
-    ) -> Tensor:
-        out, lse = torch.ops.qknorm.stock_forward(q, k, v, sink, sink_value, *mask)
-        documents, key_padding, *ctx.options = mask
-        ctx.save_for_backward(q, k, v, out, lse, sink, sink_value, documents, key_padding)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("stock")
-        q, k, v, out, lse, sink, sink_value, documents, key_padding = ctx.saved_tensors
-        dq, dk, dv, d_sink, d_sink_value = torch.ops.qknorm.stock_backward(
-            d_out, q, k, v, out, lse, sink, sink_value, documents, key_padding, *ctx.options
-        )
-        return (
-            dq,
-            dk,
-            dv,
-            None if sink is None else d_sink,
-            None if sink_value is None else d_sink_value,
-            *(None,) * 5,
-        )
 
 
 def _pieces(mask: Mask, Tq: int, Tk: int) -> list[tuple[Span, bool, bool]]:
@@ -110,7 +64,7 @@ def _pieces(mask: Mask, Tq: int, Tk: int) -> list[tuple[Span, bool, bool]]:
     whole = Span(0, Tq, 0, Tk)
     if not hides_within(mask, Tq, Tk, whole):
         return [(whole, False, False)]
-    if mask == Mask(causal=True) and Tq == Tk:
+    if mask.is_dense and Tq == Tk:
         return [(whole, True, False)]
     return [(span, False, hides_within(mask, Tq, Tk, span)) for span in spans(mask, Tq, Tk, ROWS)]
 
@@ -126,23 +80,19 @@ def _block_bias(
     return bias.masked_fill_(~visible, -torch.inf)[:, None], visible.any(-1)[:, None]
 
 
-@torch.library.impl("qknorm::stock_forward", "CompositeExplicitAutograd")
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    sink_value: Tensor | None,
-    documents: Tensor | None,
-    key_padding: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    mask = Mask(causal, window, documents, key_padding)
+def _scaled(x: Inputs) -> Inputs:
+    """The kernel multiplies hidden scores, which are -inf, by the scale: 0 would make them NaN."""
+    return x._replace(q=x.q * 0.0, scale=1.0) if is_zero(x.scale, x.q.dtype) else x
+
+
+def _forward(given: Inputs, stats: int) -> Found:
+    x = _scaled(given)
+    q, k, v, sink, scale, mask = x.q, x.k, x.v, x.sink, x.scale, x.mask
     B, Hq, Tq, _ = q.shape
     Tk = k.shape[2]
     wide = spec.compute_dtype(q.dtype)
+    if sink is not None:
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
     out = q.new_zeros(B, Hq, Tq, v.shape[-1])
     lse = torch.full((B, Hq, Tq), -torch.inf, dtype=wide, device=q.device)
     pieces = _pieces(mask, Tq, Tk)
@@ -165,30 +115,32 @@ def _forward(
     if sink is not None:
         total = torch.logaddexp(lse, sink)
         kept = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
-        mixed = out.to(wide) * kept[..., None]
-        if sink_value is not None:
-            mixed += torch.exp(sink - total)[..., None] * sink_value.to(wide)[:, None]
-        out, lse = mixed.to(q.dtype), total
-    return out, lse
+        out, lse = out * kept[..., None], total
+        if x.sink_value is not None:
+            out += torch.exp(sink - total)[..., None] * x.sink_value.to(wide)[:, None]
+    return Found(out.to(given.v.dtype), lse, *_statistics(given, stats))
 
 
-@torch.library.impl("qknorm::stock_backward", "CompositeExplicitAutograd")
-def _backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sink: Tensor | None,
-    sink_value: Tensor | None,
-    documents: Tensor | None,
-    key_padding: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    mask = Mask(causal, window, documents, key_padding)
+def _statistics(x: Inputs, stats: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not stats:
+        return fused.empty_statistics(x, stats)
+    rows = rows_of(x.q, x.k, x.mask, x.scale, x.sink)
+    found = Stats.from_rows(rows)
+    heads = (found.max_logit, found.entropy_sum, found.ratio_sum, found.sink_sum)
+    of_rows, visible = fused.empty_statistics(x, stats)[2:]
+    if stats == fused.ROWS:
+        of_rows = torch.stack((rows.max_logit, rows.log_sum, rows.entropy_nats))
+        visible = rows.visible_keys
+    return torch.stack(heads), torch.stack((found.row_count, found.ratio_count)), of_rows, visible
+
+
+def _fake_lse(x: Inputs) -> Tensor:
+    return x.q.new_empty(x.q.shape[:3], dtype=spec.compute_dtype(x.q.dtype))
+
+
+def _backward(d_out: Tensor, out: Tensor, lse: Tensor, given: Inputs) -> fused.Grads:
+    x = _scaled(given)
+    q, k, v, sink, scale, mask = x.q, x.k, x.v, x.sink, x.scale, x.mask
     Tq, Tk = q.shape[2], k.shape[2]
     wide = spec.compute_dtype(q.dtype)
     # Every score of a row without a key is -inf: any finite lse gives P = 0, -inf would give NaN.
@@ -217,41 +169,18 @@ def _backward(
         )
         dk[:, :, keys] += dk_part
         dv[:, :, keys] += dv_part
-    d_sink, d_sink_value = q.new_empty(0), q.new_empty(0)
+    d_sink = d_sink_value = None
     if sink is not None:
         d_wide = d_out.to(wide)
         weight = torch.where(lse == -torch.inf, 0.0, torch.exp(sink - safe_lse))
         away = -(d_wide * out.to(wide)).sum(-1)
-        if sink_value is not None:
-            away = away + (d_wide * sink_value.to(wide)[:, None]).sum(-1)
-            d_sink_value = (weight[..., None] * d_wide).sum((0, 2)).to(sink_value.dtype)
+        if x.sink_value is not None:
+            away = away + (d_wide * x.sink_value.to(wide)[:, None]).sum(-1)
+            d_sink_value = (weight[..., None] * d_wide).sum((0, 2))
         d_sink = (weight * away).sum_to_size(sink.shape)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), d_sink, d_sink_value
+    if x is not given:
+        dq = dq * 0.0
+    return dq, dk, dv, None, None, d_sink, d_sink_value
 
 
-@torch.library.register_fake("qknorm::stock_forward")
-def _(q: Tensor, k: Tensor, v: Tensor, sink: Any, sink_value: Any, *mask: Any) -> Any:
-    B, Hq, Tq, _ = q.shape
-    out = q.new_empty(B, Hq, Tq, v.shape[-1])
-    return out, q.new_empty(B, Hq, Tq, dtype=spec.compute_dtype(q.dtype))
-
-
-@torch.library.register_fake("qknorm::stock_backward")
-def _(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sink: Tensor | None,
-    sink_value: Tensor | None,
-    *mask: Any,
-) -> Any:
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        q.new_empty(0) if sink is None else sink.new_empty(sink.shape),
-        q.new_empty(0) if sink_value is None else sink_value.new_empty(sink_value.shape),
-    )
+fused.define("stock", ("CompositeExplicitAutograd",), _forward, _backward, _fake_lse)

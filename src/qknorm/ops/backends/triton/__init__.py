@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from qknorm.ops.backends.call import Case
+from qknorm.ops.backends.call import Backend, Case, refuses_derivatives
 from qknorm.ops.backends.triton.op import attention as attention
 from qknorm.ops.backends.triton.op import prepare as prepare
 from qknorm.ops.backends.triton.tiles import MAX_WIDTH
@@ -47,11 +47,21 @@ def refuses(case: Case) -> str | None:
     if case.device == "cuda" and not interprets() and _capability() < (8, 0):
         return "GPUs before sm_80"
     if case.dtype not in DTYPES:
-        return f"{str(case.dtype).removeprefix('torch.')} inputs"
+        return f"{case.type_name} inputs"
     if max(case.head_dim, case.value_dim) > MAX_WIDTH:
         return f"heads wider than {MAX_WIDTH}"
     if max(case.batch, 2 * case.heads) > MAX_GRID:
         return f"more than {MAX_GRID} rows of a batch or heads"
     if case.sink_by_row:
         return "sinks whose logit differs by query"
-    return "a scale of 0" if case.zero_scale else None
+    return "a scale of 0" if case.zero_scale else refuses_derivatives(case)
+
+
+BACKEND = Backend(
+    name="triton",
+    purpose="Triton kernels for NVIDIA, sm_80 and newer",
+    memory="linear in T",
+    refuses=refuses,
+    run=attention,
+    is_automatic=lambda case: case.device == "cuda",
+)

@@ -6,12 +6,13 @@ Shapes: q [B, Hq, Tq, D]; k [B, Hk, Tk, D]; v [B, Hk, Tk, V]; any strides with a
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qknorm.ops.backends.fused import NONE, ROWS, Found, Inputs
 from qknorm.ops.backends.triton import tiles as t
 from qknorm.ops.backends.triton.kernels import (
     backward as backward_kernels,
@@ -25,10 +26,9 @@ from qknorm.ops.backends.triton.kernels import (
 from qknorm.ops.backends.triton.kernels.forward import attention_forward
 from qknorm.ops.backends.triton.kernels.logit_stats import logit_stats_rows
 from qknorm.ops.backends.triton.kernels.prep import prep_backward, prep_forward
-from qknorm.ops.backends.triton.problem import LOG2E, Problem
+from qknorm.ops.backends.triton.problem import LOG2E, Problem, readable
 
 LAYOUTS = {None: 0, "half": 1, "interleaved": 2}
-NONE, HEADS, ROWS = range(3)
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -169,21 +169,6 @@ def _counts_by_position(p: Problem, tokens: Tensor | None = None) -> Tensor:
     return (hi - lo).clamp(min=0)[None]
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Attributes:
-    heads: `[4, Hq]`, max logit, sums of entropy, of its ratio and of the sink's mass.
-    counts: `[2]` int64, rows and rows with a choice.
-    rows: `[3, B, Hq, Tq]`, empty unless asked for.
-    visible: keys of each row, `[1 or B, Tq]` int64, empty unless asked for.
-    """
-
-    heads: Tensor
-    counts: Tensor
-    rows: Tensor
-    visible: Tensor
-
-
 class _Wanted:
     """Buffers of the statistics of one call, and what becomes of them."""
 
@@ -195,9 +180,12 @@ class _Wanted:
         self.heads = make((4, parts, Hq) if stats else 0, dtype=torch.float32)
         self.rows = make((3, B, Hq, Tq) if stats == ROWS else 0, dtype=torch.float32)
 
-    def finish(self) -> Statistics:
+    def finish(self, out: Tensor, lse: Tensor) -> Found:
         """Add the parts in their order."""
         p, wants_rows = self.p, self.stats == ROWS
+        if self.stats == NONE:
+            nothing = self.heads.new_empty(0, dtype=torch.int64)
+            return Found(out, lse, self.heads, nothing, self.rows, nothing.clone())
         counts = _counted_by_position(p) if self.counts is None else None
         visible = self.heads.new_empty(0, dtype=torch.int64)
         if counts is None or wants_rows:
@@ -208,7 +196,7 @@ class _Wanted:
             if wants_rows:
                 visible = torch.where(signed < 0, -1 - signed, signed).long()
         heads = torch.cat([self.heads[:1].amax(1), self.heads[1:].sum(1)])
-        return Statistics(heads, counts, self.rows, visible)
+        return Found(out, lse, heads, counts, self.rows, visible)
 
 
 def _counted_by_position(p: Problem) -> Tensor | None:
@@ -228,7 +216,7 @@ def _counted_by_position(p: Problem) -> Tensor | None:
 # -- attention
 
 
-def forward(p: Problem, stats: int) -> tuple[Tensor, Tensor, Statistics | None]:
+def forward(p: Problem, stats: int) -> Found:
     """out `[B, Hq, Tq, V]` and lse `[2, B, Hq, Tq]` (exponent and log2 of the sum, with the sink)."""
     B, Hq, Hk, Tq, Tk, D, V = p.sizes
     out = p.q.new_empty(B, Hq, Tq, V)
@@ -256,33 +244,28 @@ def forward(p: Problem, stats: int) -> tuple[Tensor, Tensor, Statistics | None]:
         NEGATIVE=p.scale < 0, **p.mask, SINK=p.sink is not None, STATS=stats,
         BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, **p.blocks(),
     )  # fmt: skip
-    return out, lse, wanted.finish() if stats else None
+    return wanted.finish(out, lse)
 
 
-def _without_pairs(
-    p: Problem, out: Tensor, lse: Tensor, stats: int
-) -> tuple[Tensor, Tensor, Statistics | None]:
+def _without_pairs(p: Problem, out: Tensor, lse: Tensor, stats: int) -> Found:
     """No query or no key: every row is empty."""
     out.zero_()
     lse.zero_()
     if p.sink is not None:
         lse[0] = (p.sink * LOG2E)[:, None]
-    if not stats:
-        return out, lse, None
     wanted = _Wanted(replace(p, query_ids=None, key_ids=None), 1, stats)
+    if not stats:
+        return wanted.finish(out, lse)
     wanted.heads.zero_()[0] = -torch.inf
     if stats == ROWS:
         wanted.rows[:2] = -torch.inf
         wanted.rows[2] = 0.0
-    found = wanted.finish()
-    Tq = p.q.shape[2]
-    visible = found.visible.new_zeros(p.rows_of_batch, Tq) if stats == ROWS else found.visible
-    return out, lse, Statistics(found.heads, found.counts.zero_(), found.rows, visible)
+    found = wanted.finish(out, lse)
+    visible = found.visible.new_zeros(p.rows_of_batch, p.q.shape[2]) if stats == ROWS else found.visible
+    return found._replace(counts=found.counts.zero_(), visible=visible)
 
 
-def _decode(
-    p: Problem, out: Tensor, lse: Tensor, stats: int
-) -> tuple[Tensor, Tensor, Statistics | None]:
+def _decode(p: Problem, out: Tensor, lse: Tensor, stats: int) -> Found:
     """Few queries and many keys, see kernels/decode.py."""
     B, Hq, Hk, Tq, Tk, D, V = p.sizes
     tiles = p.tiles("decode")
@@ -307,7 +290,7 @@ def _decode(
         V=V, **p.mask, SINK=p.sink is not None, STATS=stats,
         BLOCK_T=1 << (Tq - 1).bit_length(), SPLIT_M=tiles.rows, BLOCK_V=t.block(V),
     )  # fmt: skip
-    return out, lse, wanted.finish() if stats else None
+    return wanted.finish(out, lse)
 
 
 def backward(
@@ -323,7 +306,7 @@ def backward(
             None if x is None else torch.zeros_like(x) for x in (p.q_gain, p.k_gain, p.sink)
         )
         return dq, dk, dv, q_gain, k_gain, sink
-    d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+    d_out = readable(d_out)
     hat = prepare(p)
     rows = p.tiles("dq").rows
     count = _cdiv(Tq, rows)
@@ -370,26 +353,13 @@ def logit_stats(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """See `qknorm::logit_stats`: row maximum, log of the sum, entropy, visible keys."""
+    """See `qknorm.ops.logit_stats.rows_by_stream`."""
     p = Problem.of(
-        *(
-            q,
-            k,
-            k,
-            None,
-            None,
-            None,
-            None,
-            None,
-            documents,
-            key_padding,
-            None,
-            causal,
-            window,
-            1e-6,
-            scale,
+        Inputs(
+            q, k, k, documents=documents, key_padding=key_padding,
+            causal=causal, window=window, scale=scale,
         )
-    )
+    )  # fmt: skip
     B, Hq, Hk, Tq, Tk, D, _ = p.sizes
     rows = p.q.new_empty(3, B, Hq, Tq, dtype=torch.float32)
     if tokens is not None and documents is not None:
@@ -398,7 +368,7 @@ def logit_stats(
         rows[:2] = -torch.inf
         rows[2] = 0.0
         visible = rows.new_zeros(p.rows_of_batch, Tq, dtype=torch.int64)
-        return *(x.clone() for x in rows), visible
+        return *(x.clone() for x in rows), rows[0].clone(), visible, visible.clone()
     tiles = p.tiles("logit_stats")
     _launch(
         logit_stats_rows, (_cdiv(Tq, tiles.rows), Hq, B), tiles,
@@ -410,4 +380,35 @@ def logit_stats(
     )  # fmt: skip
     signed = _counts_by_position(p, tokens) if p.key_ids is None else _signed_counts(p, tokens)
     visible = torch.where(signed < 0, -1 - signed, signed).long()
-    return *(x.clone() for x in rows), visible  # an operator returns no views of one buffer
+    first_key = _first_keys(p, visible, tokens)
+    first_logit = _logits_of(p, first_key).masked_fill(visible[:, None] == 0, -torch.inf)
+    # An operator returns no views of one buffer.
+    return *(x.clone() for x in rows), first_logit, visible, first_key
+
+
+def _first_keys(p: Problem, visible: Tensor, tokens: Tensor | None) -> Tensor:
+    """The first key that each query sees, int64 `[1 or B, Tq]`; 0 where it sees none."""
+    Tq, Tk = p.q.shape[2], p.k.shape[2]
+    token = torch.arange(Tk - Tq, Tk, device=p.q.device) if tokens is None else tokens
+    first = (
+        token.new_zeros(1, len(token)) if p.window is None else (token - p.window + 1).clamp(min=0)[None]
+    )
+    if p.key_ids is not None and p.query_ids is not None:
+        # Keys in the order of their ids, then of their positions; ids as ranks, so that rank * Tk + key
+        # is one number that ascends, in which the first key not before `first` is found by bisection.
+        order = p.key_ids.argsort(dim=1, stable=True)
+        ascending = p.key_ids.gather(1, order)
+        rank = torch.nn.functional.pad((ascending[:, 1:] != ascending[:, :-1]).cumsum(1), (1, 0))
+        place = torch.searchsorted(ascending, p.query_ids.contiguous()).clamp(max=Tk - 1)
+        wanted = rank.gather(1, place) * Tk + first
+        at = torch.searchsorted(rank * Tk + order, wanted).clamp(max=Tk - 1)
+        first = order.gather(1, at)
+    return torch.where(visible > 0, first, 0)
+
+
+def _logits_of(p: Problem, key: Tensor) -> Tensor:
+    """The logits `[B, Hq, Tq]` of one key for each query, fp32."""
+    B, Hq, Hk, Tq, _, D, _ = p.sizes
+    chosen = p.k.float().gather(2, key.expand(B, Tq)[:, None, :, None].expand(B, Hk, Tq, D))
+    q = p.q.float().view(B, Hk, Hq // Hk, Tq, D)
+    return p.scale * (q * chosen[:, :, None]).sum(-1).flatten(1, 2)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qknorm.ops.backends.call import token_ids
+from qknorm.ops.backends.fused import Inputs
+from qknorm.ops.backends.ids import token_ids
 from qknorm.ops.backends.triton import tiles as t
 
 LOG2E = math.log2(math.e)
@@ -48,46 +49,33 @@ class Problem:
     scale: float
 
     @staticmethod
-    def of(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_gain: Tensor | None,
-        k_gain: Tensor | None,
-        sink: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        documents: Tensor | None,
-        key_padding: Tensor | None,
-        layout: str | None,
-        causal: bool,
-        window: int | None,
-        eps: float,
-        scale: float,
-    ) -> Problem:
+    def of(x: Inputs) -> Problem:
         """From the arguments of the operators."""
+        cos, sin, layout = x.cos, x.sin, x.layout
         if cos is not None and cos.shape[-1] == 0:
             cos = sin = layout = None
-        query_ids, key_ids = token_ids(q, k, documents, key_padding)
+        query_ids, key_ids = token_ids(x.q, x.k, x.documents, x.key_padding)
 
-        def small(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.detach().float().contiguous()
+        def small(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t.detach().float().contiguous()
 
         return Problem(
-            **{name: _readable(x) for name, x in (("q", q), ("k", k), ("v", v))},
-            q_gain=small(q_gain),
-            k_gain=small(k_gain),
-            sink=small(sink),
+            q=readable(x.q),
+            k=readable(x.k),
+            v=readable(x.v),
+            q_gain=small(x.q_gain),
+            k_gain=small(x.k_gain),
+            sink=None if x.sink is None else small(x.sink[:, 0]),
             cos=small(cos),
             sin=small(sin),
             query_ids=query_ids,
             key_ids=key_ids,
             layout=layout,
-            causal=causal,
+            causal=x.causal,
             # A window past both ends is as good as one that just covers them, and cannot overflow.
-            window=None if window is None else min(window, q.shape[2] + k.shape[2]),
-            eps=eps,
-            scale=scale,
+            window=None if x.window is None else min(x.window, x.q.shape[2] + x.k.shape[2]),
+            eps=x.eps,
+            scale=x.scale,
         )
 
     @property
@@ -142,6 +130,6 @@ class Problem:
         return self.cos.stride(0)
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """Unit last stride, and offsets within a tile that fit 32 bits."""
     return x if x.stride(-1) == 1 and x.stride(2) < 2**24 else x.contiguous()
