@@ -10,6 +10,7 @@ from torch import nn
 
 from qknorm.auditor import probes
 from qknorm.auditor import thresholds as at
+from qknorm.auditor.exact import exact_products
 from qknorm.auditor.expected import Expected, check, parse, unchecked
 from qknorm.auditor.findings import Finding, Report, checked_reasons, finding
 from qknorm.auditor.formula import Formula, read
@@ -18,7 +19,6 @@ from qknorm.auditor.rules import RULES_OF_A_LAYER, Layer, dtype_of
 from qknorm.auditor.site import find_sites
 from qknorm.auditor.subject import Subject, audited, called
 from qknorm.auditor.trace import Trace, plainly, run
-from qknorm.ops.logit_stats import full_precision_matmul
 
 
 def audit(
@@ -50,7 +50,7 @@ def audit(
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        full_precision_matmul(),
+        exact_products(),
         audited(model, inputs) as subject,
     ):
         report = _audit(subject, optimizer, trained, expected)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from qknorm.auditor import thresholds as at
 from qknorm.auditor.draws import drawn
@@ -207,18 +208,6 @@ def _in_fp32(frame: Frame, occurrence: int, attention: Attention) -> Site:
     return Site(frame.module, module, *told, (frame.args, frame.kwargs), occurrence, attention)
 
 
-def _map(value: Any, change: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_map(item, change) for item in value)
-    if isinstance(value, list):
-        return [_map(item, change) for item in value]
-    if isinstance(value, dict):
-        return {key: _map(item, change) for key, item in value.items()}
-    return value
-
-
 def _wide(value: Any) -> Any:
     low = (torch.float16, torch.bfloat16)
     made: dict[int, Tensor] = {}
@@ -232,14 +221,14 @@ def _wide(value: Any) -> Any:
             made[id(x)] = x.float().masked_fill(hides, torch.finfo(torch.float32).min)
         return made[id(x)]
 
-    return _map(value, change)
+    return tree_map_only(Tensor, change, value)
 
 
 def _copied(value: Any) -> Any:
     """Without a graph, and for the module to write into. What was one tensor stays one: modules ask
     whether their query is their key."""
     made: dict[int, Tensor] = {}
-    return _map(value, lambda x: made.setdefault(id(x), x.detach().clone()))
+    return tree_map_only(Tensor, lambda x: made.setdefault(id(x), x.detach().clone()), value)
 
 
 @contextmanager

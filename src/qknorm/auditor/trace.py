@@ -137,7 +137,7 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in COMPOSITE:
             with self:
-                return _opened(func)(*args, **kwargs)
+                return opened(func)(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             self._done(self._sdpa(*args, **kwargs))
             return func(*args, **kwargs)
@@ -313,7 +313,7 @@ class Stopped(Exception):  # noqa: N818 - not an error
     """The run was ended on purpose."""
 
 
-def _opened(function: Any) -> Callable[..., Any]:
+def opened(function: Any) -> Callable[..., Any]:
     """The same function, which no longer asks whether somebody wants to handle it."""
     blind = dict.fromkeys(
         ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"),
