@@ -1,8 +1,5 @@
 """What is measured at one call of attention, from q and k as they enter the product.
 
-One operator, `qknorm::monitor_observe`, adds to a layer's buffer in place: to a compiled graph it is one
-opaque node, and nothing of it reaches autograd.
-
 Shapes: B batch, Tq / Tk tokens, Hq / Hk heads, G = Hq / Hk, D head width.
 """
 
@@ -20,6 +17,9 @@ from qknorm.ops.products import exact_matmul
 # FlexAttention's: (score, batch, head, query, key) -> score, on scalars.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
+# Maps scaled products `[B, Hq, n, hi]` and the n queries to logits, before the bias; may work in place.
+Modify = Callable[[Tensor, Tensor], Tensor]
+
 # Scores held at once, in fp32: 4 MiB where they should stay in a cache, 64 MiB on a device.
 SCORE_BUDGET = {"cpu": 1 << 20}
 DEVICE_SCORE_BUDGET = 1 << 24
@@ -27,10 +27,8 @@ DEVICE_SCORE_BUDGET = 1 << 24
 # An additive mask hides a pair by this or less; its probability is 0 in any dtype.
 HIDES = -1e4
 
-MAX_HEADS = 512
-
-# Rows of a buffer `[len(FIELDS), MAX_HEADS]`, of which the first Hq columns count. The first row is a
-# maximum, the others are sums. Those of k hold one value per key head in their first Hk columns.
+# Rows of a buffer `[len(FIELDS), Hq]`. The first row is a maximum, the others are sums. Those of k hold
+# one value per key head in their first Hk columns.
 FIELDS = (
     "max_logit",
     "entropy",
@@ -47,44 +45,26 @@ FIELDS = (
     "k_rows",
 )
 FIELD = {name: i for i, name in enumerate(FIELDS)}
+FUSED = ("max_logit", "entropy", "ratio", "sink", "rows", "ratio_rows")
 
 
 def new_buffer(heads: int, device: torch.device) -> Tensor:
     """An empty buffer: -inf for the maximum, zeros for the sums. fp64 where the device has it."""
-    buffer = torch.zeros(
-        len(FIELDS), heads, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
-    )
-    return clear_(buffer)
-
-
-def clear_(buffer: Tensor) -> Tensor:
-    """Empty it in place."""
-    buffer.zero_()[0].fill_(-torch.inf)
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    with torch.inference_mode(False):
+        buffer = torch.zeros(len(FIELDS), heads, dtype=dtype, device=device)
+        buffer[0] = -torch.inf
     return buffer
 
 
-torch.library.define(
-    "qknorm::monitor_observe",
-    "(Tensor(a!) buffer, Tensor q, Tensor k, Tensor? mask, Tensor? sink, bool causal, int? window, "
-    "float scale, float? softcap, int? rows, bool cross) -> ()",
-)
+def merge_(buffer: Tensor, other: Tensor) -> None:
+    """Add another buffer of the same heads."""
+    other = other.to(buffer)
+    torch.maximum(buffer[0], other[0], out=buffer[0])
+    buffer[1:] += other[1:]
 
 
-def in_backward() -> bool:
-    """Whether autograd is running: a forward now is a recomputation under activation checkpointing, and
-    was counted the first time."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _columns(buffer: Tensor, q: Tensor) -> Tensor:
-    if q.shape[1] > buffer.shape[1]:
-        raise ValueError(f"{q.shape[1]} heads; at most {buffer.shape[1]} can be watched in a layer")
-    return buffer[:, : q.shape[1]]
-
-
-@torch.library.impl("qknorm::monitor_observe", "CompositeExplicitAutograd")
-def _observe(
-    buffer: Tensor,
+def of_call(
     q: Tensor,
     k: Tensor,
     mask: Tensor | None,
@@ -92,44 +72,39 @@ def _observe(
     causal: bool,
     window: int | None,
     scale: float,
-    softcap: float | None,
-    rows: int | None,
+    modify: Modify,
+    sample: int | None,
     cross: bool,
-) -> None:
-    def modify(s: Tensor, queries: Tensor) -> Tensor:
-        return s if softcap is None else s.div_(softcap).tanh_().mul_(softcap)
-
-    _add_call(buffer, q, k, mask, sink, causal, window, scale, modify, rows, cross)
-
-
-@torch.library.register_fake("qknorm::monitor_observe")
-def _(
-    buffer: Tensor,
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    rows: int | None,
-    cross: bool,
-) -> None:
-    return None
+) -> Tensor:
+    """The buffer of one call, see `Layer.observe`; of `sample` evenly spaced queries, or all."""
+    buffer = new_buffer(q.shape[1], q.device)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        view = View(q.shape[2], k.shape[2], mask, causal, window, q.device, cross=cross)
+        _add_logits(buffer, q, k, view, sink, scale, modify, sample)
+        _add_rms(buffer, "q", q, view.real)
+        _add_rms(buffer, "k", k, view.keys)
+    return buffer
 
 
-def observe_score_mod(
-    buffer: Tensor,
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    score_mod: ScoreMod,
-    rows: int | None,
-) -> None:
-    """`monitor_observe` with a function that changes logits, as FlexAttention has, which no operator
-    takes."""
+def of_fused_call(q: Tensor, k: Tensor, *found: Tensor) -> Tensor:
+    """The buffer of a call of which a fused pass found the fields of FUSED, per head or for all alike.
+    Which of q and k are padding it does not say: their RMS is over all tokens."""
+    buffer = new_buffer(q.shape[1], q.device)
+    with torch.no_grad():
+        for name, x in zip(FUSED, found, strict=True):
+            buffer[FIELD[name]] = x
+        _add_rms(buffer, "q", q, None)
+        _add_rms(buffer, "k", k, None)
+    return buffer
+
+
+def softcapped(softcap: float | None) -> Modify:
+    """Logits of which a soft-cap makes those that count."""
+    return lambda s, _: s if softcap is None else s.div_(softcap).tanh_().mul_(softcap)
+
+
+def score_modified(score_mod: ScoreMod) -> Modify:
+    """FlexAttention's function of single scores as one of blocks."""
     over = (
         (0, None, None, None, 0),
         (0, None, None, 0, None),
@@ -143,58 +118,7 @@ def observe_score_mod(
         b, h, kv = (torch.arange(n, device=s.device) for n in (s.shape[0], s.shape[1], s.shape[3]))
         return score_mod(s, b, h, queries.to(s.device), kv).to(s.dtype)
 
-    _add_call(buffer, q, k, mask, None, False, None, scale, modify, rows, False)
-
-
-def _add_call(
-    buffer: Tensor,
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    modify: Callable[[Tensor, Tensor], Tensor],
-    rows: int | None,
-    cross: bool,
-) -> None:
-    """`modify(s, queries)` maps scaled products `[B, Hq, n, hi]` to logits, before the bias."""
-    if in_backward() or q.numel() == 0 or k.numel() == 0:
-        return
-    buffer = _columns(buffer, q)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        view = View(q.shape[2], k.shape[2], mask, causal, window, q.device, cross=cross)
-        _add_logits(buffer, q, k, view, sink, scale, modify, rows)
-        _add_rms(buffer, "q", q, view.real)
-        _add_rms(buffer, "k", k, view.keys)
-
-
-torch.library.define(
-    "qknorm::monitor_add",
-    "(Tensor(a!) buffer, Tensor q, Tensor k, Tensor max_logit, Tensor sums, Tensor counts) -> ()",
-)
-
-
-@torch.library.impl("qknorm::monitor_add", "CompositeExplicitAutograd")
-def _add(buffer: Tensor, q: Tensor, k: Tensor, max_logit: Tensor, sums: Tensor, counts: Tensor) -> None:
-    """Statistics that a fused pass has computed: sums `[3, Hq]` of entropy, ratio and sink mass, counts
-    `[2]`. Whose q and k are not padding it does not say: their RMS is over all tokens."""
-    if in_backward():
-        return
-    buffer = _columns(buffer, q)
-    with torch.no_grad():
-        buffer[0] = torch.maximum(buffer[0], max_logit.to(buffer.dtype))
-        buffer[FIELD["entropy"] : FIELD["sink"] + 1] += sums
-        buffer[FIELD["rows"]] += counts[0]
-        buffer[FIELD["ratio_rows"]] += counts[1]
-        _add_rms(buffer, "q", q, None)
-        _add_rms(buffer, "k", k, None)
-
-
-@torch.library.register_fake("qknorm::monitor_add")
-def _(buffer: Tensor, q: Tensor, k: Tensor, max_logit: Tensor, sums: Tensor, counts: Tensor) -> None:
-    return None
+    return modify
 
 
 class Block(NamedTuple):

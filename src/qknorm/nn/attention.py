@@ -94,8 +94,8 @@ class Observer(Protocol):
     def wants(self) -> bool:
         """Whether this call is to be observed."""
 
-    def add(self, q: Tensor, k: Tensor, stats: Stats) -> None:
-        """One call: q and k before the norm, and the statistics of the attention."""
+    def add(self, q: Tensor, k: Tensor, stats: Stats, scale: float | None) -> None:
+        """One call: q and k before the norm, the statistics of the attention, and its scale."""
 
 
 class Attention(MarkedModule):
@@ -184,7 +184,7 @@ class Attention(MarkedModule):
         wanted = stats or observer is not None
         out, found = self.attend(q, k, v, rope=rope, mask=mask, cache=cache, stats=wanted)
         if observer is not None and found is not None:
-            observer.add(q, k, found)
+            observer.add(q, k, found, c.scale)
         out = out.transpose(1, 2).reshape(B, T, Hq * D)
         if self.gate is not None:
             out = out * torch.sigmoid(self.gate(x))
@@ -200,7 +200,7 @@ class Attention(MarkedModule):
         c, norm = self.config, self.norm
         if norm is None:
             return None
-        gains = norm.effective_gains()
+        gains = norm()
         # A norm after RoPE sees an arbitrary direction: only its gains multiply each other.
         table = rope if norm.dialect.order == "before_rope" else None
         bound = ops.logit_bound(
@@ -238,7 +238,7 @@ class Attention(MarkedModule):
         # The operator fuses norm, RoPE and attention. A cache, whose keys are done, a sink token,
         # which sees unrotated queries, and the rarer dialects need them apart.
         if cache is None and c.sink != "token" and (norm is None or norm.dialect.is_fused):
-            q_gain, k_gain = (None, None) if norm is None else norm.effective_gains()
+            q_gain, k_gain = (None, None) if norm is None else norm()
             result = ops.attention(
                 q,
                 k,
@@ -278,7 +278,8 @@ class Attention(MarkedModule):
             if norm is None:
                 flat_q, flat_token = q, token_BHTD
             else:
-                flat_q, flat_token = norm.normalize_q(q), norm.normalize_k(token_BHTD)
+                q_gain, k_gain = norm()
+                flat_q, flat_token = norm.normalize(q, q_gain), norm.normalize(token_BHTD, k_gain)
             sink = RowSink(token_logits(flat_q, flat_token.to(q.dtype), scale), self.sink_value)
         if cache is not None:
             # What the operator would refuse must not have reached the cache.
