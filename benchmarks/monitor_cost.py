@@ -51,7 +51,7 @@ CASES = (
     Case(name="T=2048", batch=1, tokens=2048, attention="qknorm", every=10, target=1.02),
     Case(name="T=2048", batch=1, tokens=2048, attention="qknorm", every=1, target=1.05),
     Case(name="T=2048", batch=1, tokens=2048, attention="sdpa", every=10, target=1.02),
-    Case(name="T=2048", batch=1, tokens=2048, attention="sdpa", every=10, rows=128, target=1.02),
+    Case(name="T=2048", batch=1, tokens=2048, attention="sdpa", every=10, sample=128, target=1.02),
 )
 
 
@@ -78,7 +78,7 @@ def steps(case: Case, *, watched: bool) -> Callable[[], list[float]]:
     optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-3, fused=True)
     monitor = None
     if watched:
-        monitor = Monitor.attach(model, every=case.every, rows=case.rows, to=[Alerts()])
+        monitor = Monitor.attach(model, every=case.every, sample=case.sample, to=[Alerts()])
     generator = torch.Generator().manual_seed(1)
 
     def run() -> list[float]:
@@ -137,7 +137,7 @@ def main() -> None:
         return
     for row in rows:
         what = f"{row['name']:7} {row['attention']:7} every {row['every']:<3}"
-        what += "" if row["rows"] is None else f"{row['rows']} rows "
+        what += "" if row["sample"] is None else f"{row['sample']} rows "
         if "wrong" in row:
             print(f"{what} no ratio: {row['wrong']}")
             continue

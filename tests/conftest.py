@@ -68,8 +68,10 @@ def nothing_stays_watched() -> Iterator[None]:
 
     def watched() -> set[Any]:
         functional = sys.modules.get("qknorm.monitor.taps.functional")
+        forward = sys.modules.get("qknorm.monitor.forward")
         transformers = sys.modules.get("qknorm.monitor.taps.transformers")
         found = set() if functional is None else set(functional._Patched.users)
+        found |= set() if forward is None else set(forward.REPLACED)
         return found | (
             {"transformers"} if transformers is not None and transformers._Wrapped.users else set()
         )

@@ -29,9 +29,9 @@ class Flex(nn.Module):
         return flex_attention(q, k, k, **options)
 
 
-def record_of(model, *inputs, rows=None, whole=False, **options):
+def record_of(model, *inputs, sample=None, whole=False, **options):
     """What the monitor says of the one layer of a model after one call."""
-    with Monitor.attach(model, every=1, rows=rows) as monitor:
+    with Monitor.attach(model, every=1, sample=sample) as monitor:
         model(*inputs, **options)
         (record,) = monitor.step()
     if whole:

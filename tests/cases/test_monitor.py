@@ -60,21 +60,21 @@ def test_case_15_the_answer_is_the_same_unpadded_and_as_padded_batch(way):
 @pytest.mark.parametrize("way", MASKED, ids=lambda f: f.__name__)
 def test_case_15_sampled_rows_obey_the_mask_and_say_that_they_are_sampled(way):
     logits, documents = packed_logits()
-    for rows in range(1, 8):
-        record = way(logits, Mask(causal=True, documents=documents), rows=rows, whole=True)
+    for sample in range(1, 8):
+        record = way(logits, Mask(causal=True, documents=documents), sample=sample, whole=True)
         # The one row of a sample of one may be padding; then the layer is silent.
         assert list(record.layers) == ([] if record.silent else [""])
-        assert not record.silent or rows == 1
+        assert not record.silent or sample == 1
         for layer in record.layers.values():
             assert layer.coverage == "sampled"
-            assert layer.rows <= rows
+            assert layer.rows <= sample
             assert layer.max_logit[0] <= 2.5 + 1e-6
             assert layer.max_logit[1] <= 1.5 + 1e-6
 
 
-def test_case_15_our_own_layer_is_exact_whatever_rows_says():
+def test_case_15_our_own_layer_is_exact_whatever_sample_says():
     logits, documents = packed_logits()
-    layer = by_own(logits, Mask(causal=True, documents=documents), rows=2)
+    layer = by_own(logits, Mask(causal=True, documents=documents), sample=2)
     assert (layer.coverage, layer.rows) == ("exact", 5)
     assert layer.max_logit == pytest.approx([2.5, 1.5], abs=1e-6)
 
@@ -361,11 +361,11 @@ def long_inputs(tokens=4096):
     return [torch.randn(1, 2, tokens, 64, requires_grad=True) for _ in range(3)]
 
 
-def long_step(watched, rows=None):
+def long_step(watched, sample=None):
     """Output, gradients, the record and what is kept for the backward pass."""
     q, k, v = long_inputs()
     saved, model = [], Sdpa()
-    monitor = Monitor.attach(model, every=1, rows=rows) if watched else None
+    monitor = Monitor.attach(model, every=1, sample=sample) if watched else None
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: (saved.append(x.numel()), x)[1], lambda x: x
     ):
@@ -378,20 +378,20 @@ def long_step(watched, rows=None):
     return [out.detach(), *grads], saved, layer
 
 
-@pytest.mark.parametrize("rows", [None, 64])
-def test_case_17_long_sequences_keep_nothing_and_change_nothing(rows):
+@pytest.mark.parametrize("sample", [None, 64])
+def test_case_17_long_sequences_keep_nothing_and_change_nothing(sample):
     plain, plain_saved, _ = long_step(False)
-    watched, saved, layer = long_step(True, rows)
+    watched, saved, layer = long_step(True, sample)
     assert saved, "the hook saw nothing"
     assert max(saved) <= 2 * 4096 * 64
     assert sorted(saved) == sorted(plain_saved), "watching keeps something alive"
     for a, b in zip(watched, plain, strict=True):
         assert torch.equal(a, b)
-    assert layer.coverage == ("exact" if rows is None else "sampled")
-    assert layer.rows == (rows or 4096)
+    assert layer.coverage == ("exact" if sample is None else "sampled")
+    assert layer.rows == (sample or 4096)
     q, k, _ = (x.detach().double() for x in long_inputs())
     right = truth(q @ k.mT / 8, torch.ones(4096, 4096, dtype=torch.bool).tril())
-    if rows is None:
+    if sample is None:
         agree(layer, right)
     else:
         assert (torch.tensor(layer.max_logit) <= right["max_logit"] + 1e-5).all()
@@ -403,7 +403,7 @@ def test_case_17_one_sharp_pair_in_a_long_sequence_is_found_unless_rows_are_samp
     q, k = (torch.randn(1, 1, tokens, 8) for _ in range(2))
     q[0, 0, tokens - 5] = k[0, 0, 17] = 15.0
     q[0, 0, 3] = k[0, 0, 900] = -40.0
-    exact, sampled = (record_of(Sdpa(), q, k, is_causal=True, rows=rows) for rows in (None, 16))
+    exact, sampled = (record_of(Sdpa(), q, k, is_causal=True, sample=n) for n in (None, 16))
     assert (exact.coverage, sampled.coverage) == ("exact", "sampled")
     assert exact.rows == tokens
     assert exact.max_logit == [pytest.approx(15 * 15 * 8**0.5, rel=1e-6)]

@@ -209,7 +209,7 @@ def test_case_15_a_capped_score_is_the_logit_that_enters_the_softmax():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("setting", ["training", "evaluation", "autocast", "rows"])
+@pytest.mark.parametrize("setting", ["training", "evaluation", "autocast", "sample"])
 def test_case_17_outputs_gradients_and_random_numbers_are_bit_equal(kind, setting):
     """Two steps, of which the second shows whether the first left anything behind."""
     model = two_layers(kind).train(setting != "evaluation")
@@ -229,7 +229,7 @@ def test_case_17_outputs_gradients_and_random_numbers_are_bit_equal(kind, settin
         return found
 
     plain = steps()
-    with Monitor.attach(model, every=1, rows=5 if setting == "rows" else None) as monitor:
+    with Monitor.attach(model, every=1, sample=5 if setting == "sample" else None) as monitor:
         watched = steps(monitor)
     after = steps()
     assert len(plain) > 4

@@ -1,8 +1,11 @@
-"""What each process of test_ranks.py does; results go to a file per rank."""
+"""What the processes of test_ranks.py do: every scenario of a number of ranks, one after the other."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from qknorm import Mask
+from qknorm.integrations.session import Session
+from qknorm.integrations.torchtitan import AttentionMetrics
 from qknorm.monitor import Monitor
 from qknorm.nn import Attention, AttentionConfig
 
@@ -85,11 +90,8 @@ def whole(extreme_head: int) -> tuple[Model, Tensor]:
     return Model({n: Heads(*w) for n, w in weights(extreme_head).items()}), batch()
 
 
-def run(rank: int, world: int, kind: str, extreme_head: int, folder: str) -> None:
-    """One process: three steps, the records of which are saved."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+def shared(rank: int, world: int, kind: str, extreme_head: int) -> list[Any]:
+    """The records of three steps of a model that is shared among ranks."""
     tensor_parallel: Any = None
     if kind == "tensor":
         tensor_parallel = dist.group.WORLD
@@ -102,9 +104,7 @@ def run(rank: int, world: int, kind: str, extreme_head: int, folder: str) -> Non
             if not (kind == "data" and step == 1 and rank == 0):  # a rank that saw no batch in a step
                 model(x)
             records.append([record.to_json() for record in monitor.step()])
-    torch.save(records, Path(folder) / f"rank{rank}.pt")
-    dist.barrier()  # a rank that leaves early cuts off those that still receive
-    dist.destroy_process_group()
+    return records
 
 
 class Block(nn.Module):
@@ -118,6 +118,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x, mask=Mask(causal=True))
         return x + self.plain(x).transpose(1, 2).flatten(2)[..., :WIDTH]
+
+
+def only(out: Any) -> Tensor:
+    """The tensor of a layer that may return statistics as well."""
+    return out[0] if isinstance(out, tuple) else out
 
 
 def train_blocks(kind: str, rank: int, world: int, *, attach_first: bool) -> list[Any]:
@@ -150,12 +155,194 @@ def train_blocks(kind: str, rank: int, world: int, *, attach_first: bool) -> lis
     return found
 
 
-def run_wrapped(rank: int, world: int, kind: str, attach_first: bool, folder: str) -> None:
-    """One process of a wrapped training."""
+# F21, F35, F63 -------------------------------------------------------------------------------------
+
+
+class Scores(nn.Module):
+    """Attention whose only logit is its input."""
+
+    def forward(self, logit: float) -> None:
+        q = torch.full((1, 1, 1, 1), logit)
+        F.scaled_dot_product_attention(q, torch.ones_like(q), q, scale=1.0)
+
+
+def late(rank: int, world: int) -> list[Any]:
+    """Layers that first run in another step on each rank: the largest logit of each step."""
+    steps = ((120, None, None), (120, 400, None), (7, 4, 9))
+    model, tops = Scores(), []
+    with Monitor.attach(model, every=1) as monitor:
+        for step in steps:
+            logit = step[rank]
+            if logit is not None:
+                model(float(logit))
+            (record,) = monitor.step()
+            tops.append(record.max_logit)
+    return tops
+
+
+def branches(rank: int, world: int) -> list[Any]:
+    """FSDP2 around two branches of which each rank runs one, and a third that runs late on one rank."""
+    torch.manual_seed(4)
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = AttentionConfig(dim=WIDTH, num_heads=HEADS)
+            self.parts = nn.ModuleDict({n: Attention(config) for n in ("image", "text", "late")})
+
+        def forward(self, x: Tensor, names: list[str]) -> None:
+            for name in names:
+                self.parts[name](x)
+
+    model = Branches()
+    if world > 1:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+        model = fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    records = []
+    with Monitor.attach(model, every=1) as monitor, torch.no_grad():
+        for step in range(3):
+            names = [["image"], ["text"]][rank] if world > 1 else ["image", "text"]
+            if step == 1 and rank == world - 1:
+                names = [*names, "late"]
+            model(batch(), names)
+            records += [record.to_json() for record in monitor.step()]
+    return records
+
+
+def leaving(rank: int, world: int) -> str:
+    """Each way out, on one rank only. A collective in it would meet the barrier on the other."""
+
+    class Processor:
+        def should_log(self, step: int) -> bool:
+            return False
+
+        def close(self) -> None: ...
+
+    class Metrics(AttentionMetrics, Processor):
+        every = 1
+
+    def begun() -> Session:
+        model = Scores()
+        session = Session(model, None, every=1)
+        model(1.0)
+        session.step()
+        model(2.0)  # which a flush would gather
+        return session
+
+    def fail_in_a_with_statement() -> None:
+        model = Scores()
+        with Monitor.attach(model, every=1):
+            model(1.0)
+            raise RuntimeError("on purpose")
+
+    metrics, model = Metrics(), Scores()
+    metrics.model_parts = [model]
+    model(1.0)
+    metrics.should_log(1)
+    model(2.0)
+    failed, detached = begun(), begun()
+    if rank == world - 1:
+        failed.close(failed=True)
+        detached.monitor.detach()
+        metrics.close()
+        with contextlib.suppress(RuntimeError):
+            fail_in_a_with_statement()
+    dist.barrier()
+    if rank != world - 1:
+        failed.close(failed=True)
+        detached.close(failed=True)
+        metrics.close()
+    return "left"
+
+
+def broken_on_one_rank(rank: int, world: int) -> list[Any]:
+    """A layer that cannot say what it saw on one rank: the collectives are entered all the same."""
+    model, found = nn.ModuleDict({"one": Scores(), "other": Scores()}), []
+    with Monitor.attach(model, every=1) as monitor:
+        for step in range(2):
+            model["one"](10.0 + rank)
+            model["other"](20.0 + rank)
+            if step == 0 and rank == 1:
+                monitor.layers["one"].heads = None  # type: ignore[assignment]
+            found += [record.to_json() for record in monitor.step()]
+            monitor.layers["one"].heads = 1
+    return found
+
+
+# F36 ------------------------------------------------------------------------------------------------
+
+
+def norm_alone(rank: int, world: int) -> dict[str, Any]:
+    """A norm that is sharded by itself: output, gradients, bound and record, and those without."""
+
+    def trained(mesh: Any, **options: Any) -> dict[str, Any]:
+        torch.manual_seed(11)
+        layer: Any = Attention(AttentionConfig(dim=WIDTH, num_heads=HEADS, num_kv_heads=2, **options))
+        with torch.no_grad():
+            for gain in layer.norm.parameters():
+                gain.uniform_(0.5, 2.0)
+        if mesh is not None:
+            fully_shard(layer.norm, mesh=mesh)
+            fully_shard(layer, mesh=mesh)
+        with Monitor.attach(layer, every=1) as monitor:
+            out = only(layer(batch()))
+            out.square().mean().backward()
+            (record,) = monitor.step()
+        grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in layer.parameters()]
+        bound = layer.logit_bound()
+        record = record.layers[""]
+        return {
+            "tensors": [out.detach(), *grads],
+            "bounds": [bound, record.bound, *record.gain_max],
+            "note": record.note,
+        }
+
+    pair = dist.device_mesh.init_device_mesh("cpu", (world, 1), mesh_dim_names=("outer", "inner"))
+    found = {}
+    for name, options in {
+        "reference": {"backend": "reference"},
+        "stock": {"backend": "stock"},
+        "cpu": {"backend": "cpu"},
+        "token": {"backend": "stock", "sink": "token"},
+    }.items():
+        found[name] = [trained(mesh, **options) for mesh in (None, pair["inner"], pair["outer"])]
+    return found
+
+
+SHARED = {2: ("data", "tensor", "pipeline"), 4: ("data", "tensor", "both", "pipeline")}
+WRAPPED = [(kind, first) for kind in ("ddp", "fsdp2") for first in (True, False)]
+
+
+def scenarios(world: int) -> dict[str, Callable[[int, int], Any]]:
+    """What so many ranks do, by name."""
+    found: dict[str, Callable[[int, int], Any]] = {}
+    for kind in SHARED.get(world, ()):
+        for head in (0, 3):
+            found[f"{kind} {head}"] = lambda rank, world, a=(kind, head): shared(rank, world, *a)
+    if world == 2:
+        for kind, first in WRAPPED:
+            found[f"{kind} {first}"] = lambda rank, world, kind=kind, first=first: train_blocks(
+                kind, rank, world, attach_first=first
+            )
+        for scenario in (branches, leaving, broken_on_one_rank, norm_alone):
+            found[scenario.__name__] = scenario
+    if world == 3:
+        found["late"] = late
+    return found
+
+
+def run(rank: int, world: int, folder: str) -> None:
+    """One process; what came of each scenario, or its error, goes to a file."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    found = train_blocks(kind, rank, world, attach_first=attach_first)
+    found = {}
+    for name, scenario in scenarios(world).items():
+        try:
+            found[name] = scenario(rank, world)
+        except Exception:
+            found[name] = traceback.format_exc()
+        dist.barrier()
     torch.save(found, Path(folder) / f"rank{rank}.pt")
-    dist.barrier()
+    dist.barrier()  # a rank that leaves early cuts off those that still receive
     dist.destroy_process_group()

@@ -68,9 +68,9 @@ def packed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 PACKED = CAUSAL & (IDS[:, None, :, None] == IDS[:, None, None, :])
 
 
-def run(module: Base, x: Tensor, rows: int | None = None, **options: Any) -> Any:
+def run(module: Base, x: Tensor, sample: int | None = None, **options: Any) -> Any:
     before = module(x, **options)
-    with Monitor.attach(module, every=1, rows=rows) as monitor:
+    with Monitor.attach(module, every=1, sample=sample) as monitor:
         out = module(x, **options)
         record = monitor.step()[0]
     assert torch.equal(out, before)

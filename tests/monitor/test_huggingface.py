@@ -52,7 +52,7 @@ def test_sampled_rows_are_the_evenly_spaced_ones(name: str, how: str) -> None:
     model, inputs = family.make(how).eval(), arguments(name, batch)
     calls = capture(model, inputs)
     rows = torch.linspace(0, T - 1, 7, dtype=torch.float64).round().long()
-    sampled, exact = observe(model, inputs, rows=7), observe(model, inputs, rows=T)
+    sampled, exact = observe(model, inputs, sample=7), observe(model, inputs, sample=T)
     for i, path in enumerate(family.layers):
         wanted = truth(calls[path], family, i, [batch], rows)
         assert wanted.rows == 7 * B
@@ -70,7 +70,7 @@ def test_sampled_rows_that_are_padding_do_not_count(name: str, how: str, kind: s
     model, inputs = family.make(how).eval(), arguments(name, batch)
     calls = capture(model, inputs)
     rows = torch.linspace(0, T - 1, 7, dtype=torch.float64).round().long()
-    record = observe(model, inputs, rows=7)
+    record = observe(model, inputs, sample=7)
     fields = ("max_logit", "entropy_nats", "entropy_ratio", "first_mass")
     for i, path in enumerate(family.layers):
         wanted = truth(calls[path], family, i, [batch], rows)

@@ -1,8 +1,10 @@
-"""The same numbers on any number of ranks."""
+"""The same numbers on any number of ranks, and no rank that waits for another in vain."""
 
 from __future__ import annotations
 
+import functools
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,22 @@ import ranks
 from qknorm.monitor import Monitor
 
 FIRST = "layers.first"
+
+
+@functools.cache
+def results(world: int) -> list[dict[str, Any]]:
+    """What each rank found in every scenario: the processes are started once."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(ranks.run, (world, folder), nprocs=world)
+        return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(world)]
+
+
+def of(world: int, scenario: str) -> list[Any]:
+    """What each rank found in one."""
+    found = [result[scenario] for result in results(world)]
+    for one in found:
+        assert not isinstance(one, str) or one == "left", one
+    return found
 
 
 def _whole(extreme_head: int) -> dict[str, Any]:
@@ -41,24 +59,11 @@ def _close(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("extreme_head", [0, 3])
 @pytest.mark.parametrize(
-    ("kind", "world"),
-    [
-        ("data", 2),
-        ("data", 4),
-        ("tensor", 2),
-        ("tensor", 4),
-        ("both", 4),
-        ("pipeline", 2),
-        ("pipeline", 4),
-    ],
+    ("kind", "world"), [(kind, world) for world, kinds in ranks.SHARED.items() for kind in kinds]
 )
-def test_every_rank_gets_the_numbers_of_one_process(
-    kind: str, world: int, extreme_head: int, tmp_path: Path
-) -> None:
-    mp.spawn(ranks.run, (world, kind, extreme_head, str(tmp_path)), nprocs=world)
+def test_every_rank_gets_the_numbers_of_one_process(kind: str, world: int, extreme_head: int) -> None:
     wanted = _whole(extreme_head)
-    for rank in range(world):
-        records = torch.load(tmp_path / f"rank{rank}.pt")
+    for records in of(world, f"{kind} {extreme_head}"):
         assert len(records) == 3
         for step, (record,) in enumerate(records):
             if kind == "data" and step == 1:  # rank 0 saw nothing; the others are still merged
@@ -73,20 +78,14 @@ def test_the_extreme_head_is_found_where_it_lives() -> None:
         assert max(tops) == tops[head] > 5 * sorted(tops)[-2]
 
 
-@pytest.mark.parametrize("attach_first", [True, False])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_wrapped_training_gives_the_numbers_of_one_process(
-    kind: str, attach_first: bool, tmp_path: Path
-) -> None:
-    world = 2
-    mp.spawn(ranks.run_wrapped, (world, kind, attach_first, str(tmp_path)), nprocs=world)
+@pytest.mark.parametrize(("kind", "attach_first"), ranks.WRAPPED)
+def test_wrapped_training_gives_the_numbers_of_one_process(kind: str, attach_first: bool) -> None:
     wanted = ranks.train_blocks("alone", 0, 1, attach_first=True)
-    for rank in range(world):
-        found = torch.load(tmp_path / f"rank{rank}.pt")
+    for found in of(2, f"{kind} {attach_first}"):
         assert [len(step["records"]) for step in found] == [1, 0, 1, 0]
-        for mine, whole in zip(found, wanted, strict=True):
-            assert math.isclose(mine["loss"], whole["loss"], rel_tol=1e-5)
-            for a, b in zip(mine["records"], whole["records"], strict=True):
+        for mine, one in zip(found, wanted, strict=True):
+            assert math.isclose(mine["loss"], one["loss"], rel_tol=1e-5)
+            for a, b in zip(mine["records"], one["records"], strict=True):
                 layers = a["layers"]
                 for layer in (*layers.values(), *b["layers"].values()):  # rounding has time to grow
                     for name, value in layer.items():
@@ -96,3 +95,44 @@ def test_wrapped_training_gives_the_numbers_of_one_process(
                             layer[name] = round(value, 4)
                 _close(layers, b["layers"])
                 assert a["silent"] == b["silent"]
+
+
+def test_f35_what_comes_with_a_new_layout_counts_in_the_same_step() -> None:
+    assert of(3, "late") == [[120.0, 400.0, 9.0]] * 3
+
+
+def test_f21_layers_that_run_on_one_rank_only_or_late_are_merged() -> None:
+    wanted = ranks.branches(0, 1)
+    for found in of(2, "branches"):
+        assert [sorted(record["layers"]) for record in found] == [
+            ["parts.image", "parts.text"],
+            ["parts.image", "parts.late", "parts.text"],
+            ["parts.image", "parts.text"],
+        ]
+        for mine, one in zip(found, wanted, strict=True):
+            _close(mine["layers"], one["layers"])
+
+
+def test_f63_no_way_out_waits_for_another_rank() -> None:
+    assert of(2, "leaving") == ["left", "left"]
+
+
+def test_f20_a_layer_that_fails_on_one_rank_stops_no_other_rank() -> None:
+    for rank, (first, second) in enumerate(of(2, "broken_on_one_rank")):
+        assert first["layers"]["other"]["max_logit"] == [21.0]
+        assert first["layers"]["one"]["max_logit"] == [10.0]
+        assert bool(first["layers"]["one"]["note"]) == (rank == 1)
+        assert second["layers"]["one"]["max_logit"] == [11.0]
+        assert second["layers"]["one"]["note"] is None
+
+
+@pytest.mark.parametrize("case", ["reference", "stock", "cpu", "token"])
+def test_f36_a_norm_that_is_sharded_by_itself(case: str) -> None:
+    for found in of(2, "norm_alone"):
+        plain, one, two = found[case]
+        for sharded in (one, two):
+            assert sharded["note"] is None
+            for a, b in zip(sharded["tensors"], plain["tensors"], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            for a, b in zip(sharded["bounds"], plain["bounds"], strict=True):
+                torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-6, atol=0.0)

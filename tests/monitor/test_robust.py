@@ -104,7 +104,13 @@ def test_a_call_that_is_not_understood_costs_the_record_and_not_the_training(
             (found,) = monitor.step()
             assert list(found.layers) == ["plain"]
             assert found.silent["odd"]
-    assert sum("odd is watched no more" in r.message for r in caplog.records) == 1
+        plain = torch.randn(1, 2, 4, 4)
+        module["odd"](plain, plain)
+        module["odd"](q, k)
+        layer = monitor.step()[0].layers["odd"]
+        assert layer.rows == 4, "only the call that cannot be measured is left out"
+        assert layer.note
+    assert sum("odd: something was not measured" in r.message for r in caplog.records) == 1
 
 
 def test_a_function_on_a_class_stays_one() -> None:

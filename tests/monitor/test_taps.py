@@ -193,8 +193,8 @@ def test_sampling_says_so_and_never_exceeds_the_truth() -> None:
     torch.manual_seed(5)
     module, x = Plain(), 3 * torch.randn(B, T, C)
     tops, records = [], []
-    for rows in (None, 5, T):
-        with Monitor.attach(module, every=1, rows=rows) as monitor:
+    for sample in (None, 5, T):
+        with Monitor.attach(module, every=1, sample=sample) as monitor:
             module(x, is_causal=True)
             records.append(monitor.step()[0].layers[""])
         tops.append(records[-1].top)
@@ -259,7 +259,7 @@ def test_what_cannot_be_watched_is_refused_by_name() -> None:
         Monitor.attach(module)
     with Monitor.attach(module):
         pass
-    for bad in ({"every": 0}, {"rows": 0}):
+    for bad in ({"every": 0}, {"sample": 0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             Monitor.attach(module, **bad)
     assert "forward" not in module.__dict__

@@ -27,7 +27,7 @@ class Session:
     Args:
         model: or the parts of a pipelined model.
         folder: of the file `attention.rank*.jsonl`; None for no file.
-        every, rows, tensor_parallel: see `Monitor.attach`.
+        every, sample, tensor_parallel: see `Monitor.attach`.
         thresholds: when a rule speaks.
         to: called on rank 0 with each record and alert, such as `Wandb`.
         step: optimizer steps done already.
@@ -39,7 +39,7 @@ class Session:
         folder: str | os.PathLike[str] | None,
         *,
         every: int = 10,
-        rows: int | None = None,
+        sample: int | None = None,
         tensor_parallel: dist.ProcessGroup | None = None,
         thresholds: Thresholds | None = None,
         to: Iterable[Destination] = (),
@@ -53,7 +53,7 @@ class Session:
         self.file: JsonLines | None = None
         self.destinations = list(to) if self.rank == 0 else []
         self.has_begun = False
-        self.monitor = Monitor.attach(model, every=every, rows=rows, tensor_parallel=tensor_parallel)
+        self.monitor = Monitor.attach(model, every=every, sample=sample, tensor_parallel=tensor_parallel)
         self.monitor.load_state_dict({"step_count": step})
 
     def step(self) -> dict[str, float]:
@@ -92,9 +92,13 @@ class Session:
         dist.broadcast_object_list(found, src=0)
         return found[0]
 
-    def close(self, *, failed: bool = False) -> None:
-        """Leave the model as it was found and finish the file; on every rank, unless one has failed."""
-        if not failed and self.has_begun:
+    def close(self, *, failed: bool = False, flush: bool = True) -> None:
+        """Leave the model as it was found and finish the file.
+
+        With `flush` what was seen since the last step is recorded, for which every rank has to come
+        here. Where that is not certain, leave it out: nothing else waits for another rank.
+        """
+        if flush and not failed and self.has_begun:
             self.monitor.flush()
         self.monitor.detach()
         if self.file is not None:
@@ -106,7 +110,7 @@ class Watcher:
 
     Args:
         every: optimizer steps between observed ones.
-        rows: queries looked at; None for all. See `Monitor.attach`.
+        sample: queries looked at; None for all. See `Monitor.attach`.
         folder: of the JSON lines; None for where the trainer writes.
         thresholds: when a rule speaks.
         stop_on_alarm: end the training at the first alarm.
@@ -117,13 +121,13 @@ class Watcher:
         self,
         *,
         every: int = 10,
-        rows: int | None = None,
+        sample: int | None = None,
         folder: str | os.PathLike[str] | None = None,
         thresholds: Thresholds | None = None,
         stop_on_alarm: bool = False,
         to: Iterable[Destination] = (),
     ) -> None:
-        self.every, self.rows, self.folder = every, rows, folder
+        self.every, self.sample, self.folder = every, sample, folder
         self.thresholds, self.stop_on_alarm, self.to = thresholds, stop_on_alarm, list(to)
         self.session: Session | None = None
 
@@ -134,7 +138,7 @@ class Watcher:
             model,
             folder if self.folder is None else self.folder,
             every=self.every,
-            rows=self.rows,
+            sample=self.sample,
             thresholds=self.thresholds,
             to=self.to,
             step=step,

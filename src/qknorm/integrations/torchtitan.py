@@ -14,6 +14,7 @@ These three are all that is used, so nothing of torchtitan is imported here.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,14 +29,14 @@ class AttentionMetrics:
     """Adds the capped scalars of the monitor to the metrics that are logged, and alerts.
 
     Attributes to set on a subclass:
-        every, rows: see `Monitor.attach`.
+        every, sample: see `Monitor.attach`.
         folder: of the JSON lines; None for no file.
         tensor_parallel: the group among which heads are split, as `Monitor.attach` takes it.
         thresholds: when a rule speaks.
     """
 
     every: int = 10
-    rows: int | None = None
+    sample: int | None = None
     folder: str | os.PathLike[str] | None = None
     tensor_parallel: dist.ProcessGroup | None = None
     thresholds: Thresholds | None = None
@@ -59,7 +60,7 @@ class AttentionMetrics:
                 parts,
                 self.folder,
                 every=self.every,
-                rows=self.rows,
+                sample=self.sample,
                 tensor_parallel=self.tensor_parallel,
                 thresholds=self.thresholds,
             )
@@ -79,8 +80,8 @@ class AttentionMetrics:
         super().log(*args, extra_metrics=(extra_metrics or {}) | latest, **kwargs)  # type: ignore[misc]
 
     def close(self) -> None:
-        """Detach as well."""
+        """Detach as well. torchtitan comes here also where another rank has failed."""
         if self.session is not None:
-            self.session.close()
+            self.session.close(failed=sys.exc_info()[0] is not None, flush=False)
             self.session = None
         super().close()  # type: ignore[misc]

@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from qknorm.monitor.fields import FIELD, clear_
-from qknorm.monitor.gains import gain_and_bound
-from qknorm.monitor.layer import ATTRIBUTE, Layer, Switch
+from qknorm.monitor import norms, operators
+from qknorm.monitor.fields import FIELD
+from qknorm.monitor.forward import ATTRIBUTE, Switch
+from qknorm.monitor.layer import Layer
+from qknorm.monitor.norms import WRAPPERS
 from qknorm.monitor.record import LayerRecord, Record, layer_record
-from qknorm.monitor.reduce import Key, Part, Place, Reducer
+from qknorm.monitor.reduce import Key, Part, Reducer
 from qknorm.monitor.taps import TAPS, own
 
 LOG = logging.getLogger("qknorm")
-
-# Names under which wrappers of torch keep what they wrap.
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 Destination = Callable[[Record], object]
 
@@ -50,7 +49,7 @@ class Monitor:
         *,
         every: int,
         reducer: Reducer,
-        heads_offset: Callable[[str, int], int] | None,
+        shard: int,
         to: list[Destination],
     ) -> None:
         self.layers = layers
@@ -59,7 +58,7 @@ class Monitor:
         self.to = to
         self._switch, self._undo = switch, undo
         self._attached = True  # also with no layer on this rank: it joins in
-        self._reducer, self._offset = reducer, heads_offset
+        self._reducer, self._shard = reducer, shard
 
     @classmethod
     def attach(
@@ -67,7 +66,7 @@ class Monitor:
         model: nn.Module | Sequence[nn.Module],
         *,
         every: int = 10,
-        rows: int | None = None,
+        sample: int | None = None,
         group: dist.ProcessGroup | None = None,
         tensor_parallel: dist.ProcessGroup | None = None,
         to: Destination | Iterable[Destination] = (),
@@ -79,7 +78,7 @@ class Monitor:
                 modules that call `F.scaled_dot_product_attention` or `flex_attention`. A compiled
                 model is compiled anew. Several: the parts of a pipelined model on this rank.
             every: steps between observed ones; 1 for all.
-            rows: look at this many evenly spaced queries of each sequence instead of all; records then
+            sample: look at this many evenly spaced queries of each sequence instead of all; records then
                 say "sampled". Layers of `qknorm.nn` are always exact.
             group: the ranks whose layers, heads and tokens make up the model; all if None.
             tensor_parallel: the ranks among which heads are split, in the order of the heads.
@@ -91,31 +90,29 @@ class Monitor:
         destinations = [to] if callable(to) else list(to)
         if every < 1:
             raise ValueError(f"every must be at least 1 step; got {every}")
-        if rows is not None and rows < 1:
-            raise ValueError(f"rows must be at least 1, or None for all; got {rows}")
-        offset = None
-        if tensor_parallel is not None:
-            rank = dist.get_rank(tensor_parallel)
-            if rank < 0:
-                raise ValueError("this rank is no member of the tensor_parallel group")
-
-            def offset(_: str, heads: int) -> int:
-                return rank * heads
-
-        switch = Switch(rows=rows)
-        layers: dict[str, Layer] = {}
+        if sample is not None and sample < 1:
+            raise ValueError(f"sample must be at least 1 query, or None for all; got {sample}")
+        shard = 0 if tensor_parallel is None else dist.get_rank(tensor_parallel)
+        if shard < 0:
+            raise ValueError("this rank is no member of the tensor_parallel group")
+        switch = Switch(sample)
+        layers: dict[str, tuple[Layer, Any, list[nn.Module]]] = {}
         parts = [_bare(m) for m in ([model] if isinstance(model, nn.Module) else model)]
-        for name, module in (named for part in parts for named in part.named_modules()):
-            if module.__dict__.get(ATTRIBUTE) is not None:
-                raise ValueError(
-                    f"{name or type(module).__name__} is watched already: detach that first"
-                )
-            tap = next((tap for tap in TAPS if tap.serves(module)), None)
-            if tap is not None:
-                name = _plain_name(name)
+        for part in parts:
+            for path, module in part.named_modules():
+                if isinstance(module.__dict__.get(ATTRIBUTE), Layer):
+                    raise ValueError(
+                        f"{path or type(module).__name__} is watched already: detach that first"
+                    )
+                tap = next((tap for tap in TAPS if tap.serves(module)), None)
+                if tap is None:
+                    continue
+                name = _plain_name(path)
                 if name in layers:
                     raise ValueError(f"two parts of the model have a layer {name}: names must differ")
-                layers[name] = Layer(name=name, module=module, tap=tap.NAME, switch=switch)
+                layer = Layer(name, module, switch, is_fused=tap is own)
+                # Some projects keep the norms in the module around the one that attends.
+                layers[name] = layer, tap, [module, *_around(part, path)]
         if not layers and not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 f"{', '.join(type(part).__name__ for part in parts)} has no attention that can be "
@@ -123,22 +120,22 @@ class Monitor:
                 "or a module that calls "
                 "F.scaled_dot_product_attention or flex_attention"
             )
-        taps = {tap.NAME: tap for tap in TAPS}
         with ExitStack() as undo:  # a failure half-way leaves nothing behind
-            for layer in layers.values():
+            for layer, tap, holders in layers.values():
                 undo.callback(layer.module.__dict__.pop, ATTRIBUTE, None)
                 layer.module.__dict__[ATTRIBUTE] = layer
-                undo.callback(taps[layer.tap].install(layer))
+                undo.callback(tap.install(layer))
+                layer.norms, undo_norms = norms.install(holders, switch)
+                undo.callback(undo_norms)
             # What is compiled already would go on without us.
             torch.compiler.reset()
-            reducer = Reducer(group)
             return cls(
-                layers,
+                {name: layer for name, (layer, _, _) in layers.items()},
                 switch,
                 undo.pop_all(),
                 every=every,
-                reducer=reducer,
-                heads_offset=offset,
+                reducer=Reducer(group),
+                shard=shard,
                 to=destinations,
             )
 
@@ -162,7 +159,10 @@ class Monitor:
         return self._switch.on
 
     def step(self) -> list[Record]:
-        """End a step, on every rank. Returns its records: none if it was not observed."""
+        """End a step, on every rank. Returns its records: none if it was not observed.
+
+        Whatever goes wrong in it is logged, and the training goes on.
+        """
         records = self._collect() if self._switch.on else []
         self.step_count += 1
         self._switch.on = self._attached and self.step_count % self.every == 0
@@ -194,52 +194,56 @@ class Monitor:
         self._switch.on = self._attached and self.step_count % self.every == 0
 
     def _collect(self) -> list[Record]:
+        operators.forget_running()
+        try:
+            return self._records(self._reducer.reduce(self._parts()))
+        except Exception:
+            LOG.exception("step %d has no record", self.step_count)
+            return []
+        finally:
+            self._clear()
+
+    def _parts(self) -> dict[Key, Part]:
+        """Of this rank. A layer that fails is left out: the other ranks wait for what follows."""
         parts: dict[Key, Part] = {}
         for layer in self.layers.values():
-            if layer.heads == 0:  # never called
-                continue
-            gain_max, bound = gain_and_bound(layer.module, layer.heads, layer.kv_heads, layer.scale)
-            for phase, buffer in layer.buffers.items():
-                q = k = 0
-                if self._offset is not None:
-                    q, k = (self._offset(layer.name, n) for n in (layer.heads, layer.kv_heads))
-                place = Place(q, layer.heads, k, layer.kv_heads, layer.tap == own.NAME)
-                parts[Key(layer.name, phase)] = Part(
-                    buffer=buffer[:, : layer.heads], place=place, gain_max=gain_max, bound=bound
-                )
-        merged = self._reducer.reduce(parts)
+            layer.attempt(lambda layer=layer: parts.update(layer.parts(self._shard)))
+        return parts
+
+    def _records(self, merged: dict[Key, Part]) -> list[Record]:
         by_phase: dict[str, dict[str, LayerRecord]] = {"train": {}}
         for (name, phase), part in merged.items():
             if part.buffer[FIELD["rows"]].sum() > 0:
-                by_phase.setdefault(phase, {})[name] = self._record(name, part)
-        self._clear()
+                layer = self.layers.get(name)  # None: it lives on another rank
+                note = None if layer is None else layer.note_of_record
+                by_phase.setdefault(phase, {})[name] = layer_record(part, note=note)
         seen = set().union(*by_phase.values())
         silent = {name: layer.silence for name, layer in self.layers.items() if name not in seen}
         # A step in which nothing trains has no record of training.
         trains = any(layer.module.training for layer in self.layers.values()) or not self.layers
-        records = []
-        for phase, found in by_phase.items():
-            if found or (phase == "train" and trains and not seen):
-                records.append(Record(step=self.step_count, phase=phase, layers=found, silent=silent))
-        for layer in self.layers.values():
-            layer.trouble = layer.trouble if layer.failed else None
-        return records
+        return [
+            Record(step=self.step_count, phase=phase, layers=found, silent=silent)
+            for phase, found in by_phase.items()
+            if found or (phase == "train" and trains and not seen)
+        ]
 
     def _clear(self) -> None:
         for layer in self.layers.values():
-            for buffer in layer.buffers.values():
-                clear_(buffer)
-
-    def _record(self, name: str, part: Part) -> LayerRecord:
-        layer = self.layers.get(name)  # None: it lives on another rank
-        fused = part.place.is_fused
-        exact = fused or self._switch.rows is None or (layer is not None and layer.exact)
-        return layer_record(part, is_exact=exact)
+            layer.clear()
 
 
 def _plain_name(path: str) -> str:
     """Without what compilation and checkpointing put in between: a layer keeps its name."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def _around(model: nn.Module, path: str) -> list[nn.Module]:
+    """The module that holds the one at `path`, without what wraps it."""
+    names = path.split(".")[:-1]
+    while names and names[-1] in WRAPPERS:
+        names.pop()
+    holder = model.get_submodule(".".join(names))
+    return [] if not path else [holder]
 
 
 def _bare(model: nn.Module) -> nn.Module:

@@ -37,6 +37,7 @@ class LayerRecord:
         coverage: "exact": over all rows; "sampled": over evenly spaced ones.
         rms_of: "product": q and k as they are multiplied; "projection": before norm and RoPE.
         rows: rows counted, per head.
+        note: why a call was left out or the gains are not known, where this rank knows.
 
     A head of which no row counted has a maximum of -inf and means of NaN.
     """
@@ -55,6 +56,7 @@ class LayerRecord:
     coverage: Coverage
     rms_of: Literal["product", "projection"]
     rows: int
+    note: str | None = None
 
     @property
     def top(self) -> float:
@@ -116,7 +118,7 @@ def lowest(values: list[float]) -> float:
     return math.nan if any(math.isnan(v) for v in values) else min(values, default=math.inf)
 
 
-def layer_record(part: Part, *, is_exact: bool) -> LayerRecord:
+def layer_record(part: Part, *, note: str | None = None) -> LayerRecord:
     """From sums over the whole model, see `measure.FIELDS`."""
     buffer, place, bound = part.buffer, part.place, part.bound
 
@@ -146,7 +148,8 @@ def layer_record(part: Part, *, is_exact: bool) -> LayerRecord:
         k_rms_cv=k_cv,
         gain_max=part.gain_max,
         bound=bound,
-        coverage="exact" if is_exact else "sampled",
+        coverage="sampled" if part.is_sampled else "exact",
         rms_of="projection" if place.is_fused else "product",
         rows=int(buffer[FIELD["rows"]].max()),
+        note=note,
     )

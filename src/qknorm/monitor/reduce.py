@@ -1,14 +1,15 @@
-"""From the buffers of this rank to those of the whole model: two collectives for any number of layers.
+"""From the buffers of this rank to those of the whole model: three collectives for any number of layers.
 
 Ranks may hold other layers (pipeline), other heads (tensor parallel), other tokens (data parallel), or
-nothing at all: all of them join in. The layout is agreed on once, and again when a rank finds that its
-own has changed.
+nothing at all: all of them join in. First they tell whether any of them has something new, and if so
+agree on the layout; then the values follow.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from qknorm.monitor.fields import FIELD, FIELDS
 
 FIRST_OF_K = FIELD["k_rms"]
+FACTS = 4
 
 
 class Key(NamedTuple):
@@ -40,18 +42,35 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A buffer `[len(FIELDS), heads]`, which heads it covers, and what the gains say of the layer."""
+    """One buffer.
+
+    Attributes:
+        buffer: `[len(FIELDS), heads]`.
+        facts: `[FACTS]`, of which the largest of all ranks holds: |gain| of q and of k, the bound, all
+            -inf where it is not known, and whether rows were sampled.
+        place: the heads.
+    """
 
     buffer: Tensor
+    facts: Tensor
     place: Place
-    gain_max: tuple[float, float] | None = None
-    bound: float | None = None
 
     @property
-    def of_gains(self) -> list[float]:
-        """As numbers of which the largest is the model's: -inf for what is not known."""
-        q, k = self.gain_max or (-math.inf, -math.inf)
-        return [q, k, -math.inf if self.bound is None else self.bound]
+    def gain_max(self) -> tuple[float, float] | None:
+        """Largest |gain| of q and of k."""
+        q, k = self.facts[:2].tolist()
+        return None if q == -math.inf else (q, k)
+
+    @property
+    def bound(self) -> float | None:
+        """The largest |logit| that the gains allow."""
+        bound = float(self.facts[2])
+        return None if bound == -math.inf else bound
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether some of it is of sampled rows."""
+        return bool(self.facts[3] > 0)
 
 
 class Reducer:
@@ -64,85 +83,80 @@ class Reducer:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.layout: dict[Key, Place] = {}  # of the whole model
-        self.mine: dict[Key, Place] | None = None
-        self.stale = True
+        self.mine: dict[Key, Place] = {}
 
     @property
     def is_distributed(self) -> bool:
         """Whether there is anyone to merge with."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
 
-    @property
-    def device(self) -> torch.device:
+    def reduce(self, parts: dict[Key, Part]) -> dict[Key, Part]:
+        """Each buffer of the model, on the CPU in fp64, with the place of all its heads."""
+        places = {key: part.place for key, part in parts.items()}
+        if not self.is_distributed:
+            self.layout = places
+            device = next((part.buffer.device for part in parts.values()), torch.device("cpu"))
+            maxima, sums = self._pack(parts, device)
+            return dict(self._unpack(maxima.cpu().double(), sums.cpu().double()))
+        device = self._device()
+        is_new = any(self.mine.get(key) != place for key, place in places.items())
+        self.mine |= places
+        news = torch.tensor([is_new], dtype=torch.int32, device=device)
+        dist.all_reduce(news, dist.ReduceOp.MAX, group=self.group)
+        if news.item():
+            self._agree()
+        maxima, sums = self._pack(parts, device)
+        if self.layout:
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(sums, dist.ReduceOp.SUM, group=self.group)
+        return dict(self._unpack(maxima.cpu().double(), sums.cpu().double()))
+
+    def _device(self) -> torch.device:
         """Where the group's collectives want their tensors, also on a rank that has none."""
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or dist.get_backend(self.group) in ("gloo", "mpi"):
             return torch.device("cpu")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
-    def reduce(self, parts: dict[Key, Part]) -> dict[Key, Part]:
-        """Each buffer of the model, on the CPU in fp64, with the place of all its heads."""
-        if not self.is_distributed:
-            return {key: replace(part, buffer=part.buffer.cpu().double()) for key, part in parts.items()}
-        device = self.device
-        mine = {key: part.place for key, part in parts.items()}
-        if self.stale:
-            self._agree(mine)
+    def _agree(self) -> None:
+        gathered: list[dict[Key, Place]] = [{}] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, self.mine, group=self.group)
+        self.layout = {}
+        for one in gathered:
+            for key, place in one.items():
+                known = self.layout.get(key, Place(0, 0, 0, 0, place.is_fused))
+                heads = max(known.heads, place.q + place.heads)
+                kv_heads = max(known.kv_heads, place.k + place.kv_heads)
+                self.layout[key] = Place(0, heads, 0, kv_heads, place.is_fused)
+
+    def _pack(self, parts: dict[Key, Part], device: torch.device) -> tuple[Tensor, Tensor]:
+        """What to merge by MAX and by SUM, in the order of the layout."""
         wide = torch.float32 if device.type == "mps" else torch.float64
-        maxima, sums = [], [torch.tensor([float(mine != self.mine)], dtype=wide, device=device)]
+        maxima, sums = [], []
         for key, place in self.layout.items():
             total = torch.zeros(len(FIELDS), place.heads, dtype=wide, device=device)
             total[0] = -torch.inf
+            facts = torch.full((FACTS,), -torch.inf, dtype=wide, device=device)
             part = parts.get(key)
-            of_gains = [-math.inf] * 3
-            # What does not fit what was agreed on waits until it is agreed on anew.
-            if part is not None and part.place == (self.mine or {}).get(key):
+            if part is not None:
                 q, heads, k, kv_heads, _ = part.place
                 buffer = part.buffer.to(device, wide)
                 total[:FIRST_OF_K, q : q + heads] = buffer[:FIRST_OF_K]
                 total[FIRST_OF_K:, k : k + kv_heads] = buffer[FIRST_OF_K:, :kv_heads]
-                of_gains = part.of_gains
-            # NaN does not survive every MAX; it does survive a sum.
-            maxima.append(total[0].nan_to_num(nan=torch.inf, neginf=-torch.inf, posinf=torch.inf))
-            maxima.append(torch.tensor(of_gains, dtype=wide, device=device))
-            sums += [total[0].isnan().to(wide), total[1:].flatten()]
-        packed_sums = torch.cat(sums)
-        if maxima:
-            packed_maxima = torch.cat(maxima)
-            dist.all_reduce(packed_maxima, dist.ReduceOp.MAX, group=self.group)
-        dist.all_reduce(packed_sums, dist.ReduceOp.SUM, group=self.group)
-        self.stale = bool(packed_sums[0] > 0)  # somebody's layout is new: agree again next time
-        return self._unpack(packed_maxima.cpu() if maxima else packed_sums[:0], packed_sums[1:].cpu())
+                facts = part.facts.to(device, wide)
+            maxima += [total[0], facts]
+            sums.append(total[1:].flatten())
+        empty = [torch.zeros(0, dtype=wide, device=device)]
+        packed = torch.cat(maxima or empty)
+        # NaN does not survive every MAX; it does survive a sum.
+        was_nan = packed.isnan()
+        return packed.masked_fill(was_nan, torch.inf), torch.cat([was_nan.to(wide), *(sums or empty)])
 
-    def _agree(self, mine: dict[Key, Place]) -> None:
-        gathered: list[dict[Key, Place]] = [{}] * dist.get_world_size(self.group)
-        dist.all_gather_object(gathered, mine, group=self.group)
-        layout: dict[Key, Place] = {}
-        for one in gathered:
-            for key, place in one.items():
-                known = layout.get(key, Place(0, 0, 0, 0, place.is_fused))
-                layout[key] = Place(
-                    0,
-                    max(known.heads, place.q + place.heads),
-                    0,
-                    max(known.kv_heads, place.k + place.kv_heads),
-                    place.is_fused,
-                )
-        self.layout = dict(sorted(layout.items()))
-        self.mine = mine
-
-    def _unpack(self, maxima: Tensor, sums: Tensor) -> dict[Key, Part]:
-        found = {}
+    def _unpack(self, maxima: Tensor, sums: Tensor) -> Iterator[tuple[Key, Part]]:
+        was_nan, sums = sums[: len(maxima)], sums[len(maxima) :]
+        maxima = maxima.masked_fill(was_nan > 0, torch.nan)
         for key, place in self.layout.items():
-            H = place.heads
-            top, (q, k, bound), maxima = maxima[:H], maxima[H : H + 3].tolist(), maxima[H + 3 :]
-            was_nan, rest, sums = sums[:H], sums[H : H * len(FIELDS)], sums[H * len(FIELDS) :]
-            top = torch.where(was_nan > 0, torch.nan, top)
-            buffer = torch.cat((top[None], rest.view(len(FIELDS) - 1, H))).double()
-            found[key] = Part(
-                buffer=buffer,
-                place=place,
-                gain_max=None if q == -math.inf else (q, k),
-                bound=None if bound == -math.inf else bound,
-            )
-        return found
+            H, rest = place.heads, len(FIELDS) - 1
+            top, facts, maxima = maxima.tensor_split((H, H + FACTS))
+            found, sums = sums.tensor_split((H * rest,))
+            yield key, Part(buffer=torch.cat((top[None], found.view(rest, H))), facts=facts, place=place)

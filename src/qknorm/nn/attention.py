@@ -31,8 +31,8 @@ class Observer(Protocol):
     def wants(self) -> bool:
         """Whether this call is to be observed."""
 
-    def add(self, q: Tensor, k: Tensor, stats: Stats) -> None:
-        """One call: q and k before the norm, and the statistics of the attention."""
+    def add(self, q: Tensor, k: Tensor, stats: Stats, scale: float | None) -> None:
+        """One call: q and k before the norm, the statistics of the attention, and its scale."""
 
 
 class Attention(MarkedModule):
@@ -151,7 +151,7 @@ class Attention(MarkedModule):
         wanted = stats or observer is not None
         out, found = self.attend(q, k, v, rope=table, mask=mask, cache=cache, stats=wanted)
         if observer is not None and found is not None:
-            observer.add(q, k, found)
+            observer.add(q, k, found, c.scale)
         out = out.transpose(1, 2).reshape(B, T, Hq * D)
         if self.gate is not None:
             out = out * torch.sigmoid(self.gate(x))
@@ -183,7 +183,7 @@ class Attention(MarkedModule):
             # The norm sees an arbitrary direction, and only its gains multiply each other.
             rope, rotary_dim, layout = None, 0, None
         bound = ops.logit_bound(
-            *norm.effective_gains(),
+            *norm(),
             scale=c.scale,
             rope=rope,
             rotary_dim=rotary_dim,
@@ -222,7 +222,7 @@ class Attention(MarkedModule):
         # The operator fuses norm, RoPE and attention. A cache, whose keys are done, and the rarer
         # dialects need them apart.
         if cache is None and (norm is None or norm.dialect.is_fused):
-            q_gain, k_gain = (None, None) if norm is None else norm.effective_gains()
+            q_gain, k_gain = (None, None) if norm is None else norm()
             result = ops.attention(
                 q,
                 k,
@@ -265,7 +265,8 @@ class Attention(MarkedModule):
             if norm is None:
                 flat_q, flat_token = q, token_BHTD
             else:
-                flat_q, flat_token = norm.normalize_q(q), norm.normalize_k(token_BHTD)
+                q_gain, k_gain = norm()
+                flat_q, flat_token = norm.normalize(q, q_gain), norm.normalize(token_BHTD, k_gain)
             sink = RowSink(token_logits(flat_q, flat_token.to(q.dtype), scale), sink.value)
         # Everything that can be refused is refused before the cache is written.
         keys, values = (k_hat, v) if cache is None else cache.room(k_hat, v)

@@ -83,24 +83,26 @@ class QKNorm(MarkedModule):
         gain = stored if stored.shape == (self.head_dim,) else stored.view(shape)
         return (gain + self.dialect.offset if self.dialect.offset else gain).expand(shape)
 
-    def forward(self, q: Tensor, k: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor | None = None, k: Tensor | None = None, rope: Rope | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Normalise and rotate q `[B, Hq, T, D]` and k `[B, Hk, T, D]`; fp32, rounded once.
+
+        Without q and k the effective gains: where a wrapper shards parameters, they are whole only while
+        this runs.
 
         Raises ValueError if the shapes, or eps for this dtype, do not fit.
         """
-        checks.check_qk(q, k, *self.effective_gains(), self.dialect.eps, rope)
+        q_gain, k_gain = self.effective_gains()
+        if q is None or k is None:
+            # Copies, since the wrapper frees the parameters when this returns.
+            return q_gain.clone(), k_gain.clone()
+        checks.check_qk(q, k, q_gain, k_gain, self.dialect.eps, rope)
         q_rope = None if rope is None else rope.last(q.shape[2])
-        return self.normalize_q(q, q_rope), self.normalize_k(k, rope)
+        return self.normalize(q, q_gain, q_rope), self.normalize(k, k_gain, rope)
 
-    def normalize_q(self, q: Tensor, rope: Rope | None = None) -> Tensor:
-        """q alone, `[B, Hq, T, D]`, with a table of T positions; unchecked."""
-        return self._normalize(q, "q", rope)
-
-    def normalize_k(self, k: Tensor, rope: Rope | None = None) -> Tensor:
-        """k alone, `[B, Hk, T, D]`, with a table of T positions; unchecked."""
-        return self._normalize(k, "k", rope)
-
-    def _normalize(self, x: Tensor, which: str, rope: Rope | None) -> Tensor:
+    def normalize(self, x: Tensor, gain: Tensor, rope: Rope | None = None) -> Tensor:
+        """q or k alone, `[B, H, T, D]`, with its gain and a table of T positions; unchecked."""
         dialect = self.dialect
         with torch.autocast(x.device.type, enabled=False):
             wide = x.to(spec.compute_dtype(x.dtype))
@@ -108,7 +110,7 @@ class QKNorm(MarkedModule):
                 wide = rotate(wide, rope)
             wide = rms_normalize(
                 wide,
-                None if dialect.gain == "none" else self._effective(which),
+                None if dialect.gain == "none" else gain,
                 eps=dialect.eps,
                 statistic=dialect.statistic,
                 eps_place=dialect.eps_place,

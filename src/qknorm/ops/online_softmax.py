@@ -73,14 +73,17 @@ class OnlineSoftmax:
 
 
 class View(Protocol):
-    """Which pairs are visible, and what becomes of their products.
+    """Which pairs are visible, and what becomes of their products."""
 
-    Attributes:
-        batch, heads: 1 where all rows of the batch, or all heads, see the same, else B, Hq.
-    """
+    @property
+    def batch(self) -> int:
+        """1 where all rows of the batch see the same, else B."""
+        ...
 
-    batch: int
-    heads: int
+    @property
+    def heads(self) -> int:
+        """1 where all heads see the same, else Hq."""
+        ...
 
     def spans(self, rows: int) -> Iterator[Span]:
         """Blocks of at most `rows` queries, each with the smallest known range of keys it may see."""

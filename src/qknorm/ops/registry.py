@@ -20,6 +20,7 @@ def define(
     *,
     fake: Callable[..., Any],
     vmap: Callable[..., Any] | None = None,
+    tags: Any = (),
     **kernels: Callable[..., Any],
 ) -> None:
     """Define an operator.
@@ -29,12 +30,13 @@ def define(
         schema: as `torch.library.define` takes it.
         fake: the shapes and dtypes of its results, for tracing.
         vmap: a rule as `torch.library.register_vmap` takes it.
+        tags: as `torch.library.define` takes them.
         kernels: an implementation for each dispatch key, such as `CPU=` or
             `CompositeExplicitAutograd=`.
     """
     if is_defined(name):
         return
-    torch.library.define(f"{NAMESPACE}::{name}", schema)
+    torch.library.define(f"{NAMESPACE}::{name}", schema, tags=tags)
     torch.library.register_fake(f"{NAMESPACE}::{name}")(fake)
     if vmap is not None:
         torch.library.register_vmap(f"{NAMESPACE}::{name}", vmap)

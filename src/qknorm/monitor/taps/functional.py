@@ -6,10 +6,9 @@ Not by a torch function mode: under one a compiler cannot trace such methods as 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +17,9 @@ from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from qknorm.monitor.layer import Layer
+from qknorm.monitor.forward import Switch, watch
+from qknorm.monitor.layer import Layer, Teller
+from qknorm.monitor.operators import TOKEN, is_running
 
 NAME = "functional"
 
@@ -49,66 +50,50 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-# The layer whose forward runs now. A list, not an attribute: a compiler that traces FlexAttention loses
-# track of attributes that change.
-RUNNING: list[Layer | None] = [None]
+# Calls belong to the layer whose forward runs when they do.
+RUNNING = Teller()
 
-
-class Forward:
-    """Stands for the forward of one module. A copy of the module, in memory or in a file, gets its own.
-
-    Args:
-        module: whose forward it is.
-        layer: to which calls inside belong; None for none.
-        look: called with the arguments before.
-    """
-
-    def __init__(
-        self, module: nn.Module, layer: Layer | None, look: Callable[..., None] | None = None
-    ) -> None:
-        self.module, self.layer, self.look = module, layer, look
-        self.before = module.__dict__.get("forward")
-        self.original = module.forward
-        module.forward = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.look is not None:
-            self.look(*args, **kwargs)
-        outer = RUNNING[0]
-        RUNNING[0] = self.layer
-        try:
-            return self.original(*args, **kwargs)
-        finally:
-            RUNNING[0] = outer
-
-    def undo(self) -> None:
-        """As it was; where somebody has put another forward over this one it stays, and passes on."""
-        self.look, self.layer = None, RUNNING[0]
-        if self.module.__dict__.get("forward") is self:
-            if self.before is None:
-                del self.module.forward
-            else:
-                self.module.forward = self.before
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self.module))
-        if copied is None or self.before is not None:
-            return copy.deepcopy(self.original, memo)
-        return MethodType(type(copied).forward, copied)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.module, "forward") if self.before is None else (self.before, "__call__")
+# Of the monitors whose layers this tap serves: traced code cannot ask what runs.
+SWITCHES: list[Switch] = []
 
 
 def install(layer: Layer) -> Callable[[], None]:
     """Let the module's forward say that it runs, and put observed functions where its code finds the
     originals; returns how to undo it."""
+    layer.around = _announced
     with ExitStack() as stack:
-        stack.callback(Forward(layer.module, layer).undo)
+        stack.callback(watch(layer))
+        SWITCHES.append(layer.switch)
+        stack.callback(SWITCHES.remove, layer.switch)
         for owner in _owners(type(layer.module)):
             _Patched.enter(owner)
             stack.callback(_Patched.leave, owner)
         return stack.pop_all().close
+
+
+def _announced(
+    layer: Layer, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    return _inside(layer.handle, original, module, *args, **kwargs)
+
+
+def shut(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function whose calls inside are its own, not those of a module around it."""
+    if not SWITCHES:
+        return function(*args, **kwargs)
+    return _inside(None, function, *args, **kwargs)
+
+
+def _inside(handle: Tensor | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    torch.ops.qknorm.monitor_enter(TOKEN, handle)
+    if torch.compiler.is_compiling():  # which could not go on after a graph break inside `try`
+        out = function(*args, **kwargs)
+        torch.ops.qknorm.monitor_leave(TOKEN)
+        return out
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch.ops.qknorm.monitor_leave(TOKEN)
 
 
 class _Names:
@@ -174,29 +159,25 @@ def _observed(original: Callable[..., Any]) -> Callable[..., Any]:
     assert observe is not None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        layer = RUNNING[0]
-        if layer is not None:
-            layer.attempt(observe, layer, *args, **kwargs)
+        if _is_watching():
+            RUNNING.tell(observe, *args, **kwargs)
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         if isinstance(mask, CausalBias):
-            return _with_causal_bias(original, *args, **kwargs)
+            # It looks whether it is used in the function that torch has under its name: in this one.
+            return shut(CausalBias._dispatch, *args, **kwargs)
         return original(*args, **kwargs)
 
     return call
 
 
-def _with_causal_bias(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Such a mask asks whether it is used in the function that torch has under its name."""
-    ours = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = original
-    try:
-        return original(*args, **kwargs)
-    finally:
-        F.scaled_dot_product_attention = ours
+def _is_watching() -> bool:
+    if torch.compiler.is_compiling():
+        return any(switch.on for switch in SWITCHES)
+    return is_running()
 
 
 def _sdpa(
-    layer: Layer,
+    layer: Teller,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -227,7 +208,7 @@ def _four(x: Tensor) -> Tensor:
 
 
 def _flex(
-    layer: Layer,
+    layer: Teller,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qknorm.monitor.forward import watch
 from qknorm.monitor.layer import Layer
-from qknorm.monitor.taps.functional import Forward
+from qknorm.monitor.taps.functional import shut
 
 NAME = "multihead"
 
@@ -25,12 +26,15 @@ def serves(module: nn.Module) -> bool:
 
 def install(layer: Layer) -> Callable[[], None]:
     """Look before the module's forward; returns how to undo it."""
+    layer.around = _look_and_run
+    return watch(layer)
 
-    def look(*args: Any, **kwargs: Any) -> None:
-        layer.attempt(_observe, layer, *args, **kwargs)
 
-    # What it calls inside is its own, not that of a module around it.
-    return Forward(layer.module, None, look).undo
+def _look_and_run(
+    layer: Layer, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    layer.tell(_observe, *args, **kwargs)
+    return shut(original, module, *args, **kwargs)
 
 
 def _observe(
@@ -47,7 +51,7 @@ def _observe(
     m = layer.module
     assert isinstance(m, nn.MultiheadAttention)
     if m.bias_k is not None or m.add_zero_attn:
-        layer.trouble = "add_bias_kv and add_zero_attn add a key that is not measured"
+        layer.refuse("add_bias_kv and add_zero_attn add a key that is not measured")
         return
     with torch.no_grad():
         q, k = (_batch_first(x, m.batch_first) for x in (query, key))

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qknorm.monitor.layer import ATTRIBUTE, Layer
-from qknorm.monitor.taps.functional import RUNNING
+from qknorm.monitor.forward import ATTRIBUTE
+from qknorm.monitor.layer import Layer
+from qknorm.monitor.taps.functional import shut
 
 NAME = "transformers"
 _METHOD = "get_interface"
@@ -77,16 +78,11 @@ def _observed(function: Callable[..., Any], implementation: str) -> Callable[...
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        layer: Layer | None = getattr(module, ATTRIBUTE, None)
-        if layer is None:
+        layer: Layer | None = module.__dict__.get(ATTRIBUTE)
+        if layer is None or not layer.switch.on:
             return function(module, query, key, value, attention_mask, *args, **kwargs)
-        layer.attempt(_observe, layer, query, key, attention_mask, implementation, kwargs)
-        # What it calls inside is its own, not that of a module around it.
-        outer, RUNNING[0] = RUNNING[0], None
-        try:
-            return function(module, query, key, value, attention_mask, *args, **kwargs)
-        finally:
-            RUNNING[0] = outer
+        layer.tell(_observe, query, key, attention_mask, implementation, kwargs)
+        return shut(function, module, query, key, value, attention_mask, *args, **kwargs)
 
     return attend
 

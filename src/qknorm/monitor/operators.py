@@ -1,0 +1,132 @@
+"""What a forward says to the monitor: operators, opaque to a compiler, that act when they run.
+
+Traced code must write no Python object: a compiler leaves a checkpointed region that does to Python, and
+compiles anew for each object that it finds. So all that a tap does in a forward is to call one of these,
+with the handle of what is watched, a tensor. Everything else happens while the model runs.
+
+They seem to write to TOKEN, so that they keep their order and none is dropped as useless.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from qknorm.ops import registry
+
+with torch.inference_mode(False):
+    TOKEN = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+# What is watched, by number. In torch's namespace: a second copy of this package finds the operators of
+# the first, which have to find what the second watches.
+_WATCHED: WeakValueDictionary[int, Any]
+_WATCHED, _NUMBERS = vars(torch.ops.qknorm).setdefault(
+    "monitor_watched", (WeakValueDictionary(), itertools.count())
+)
+
+
+def handle_of(watched: object) -> Tensor:
+    """A tensor `[1]` by which operators find an object again. On the CPU, where reading it is free."""
+    number = next(_NUMBERS)
+    _WATCHED[number] = watched
+    with torch.inference_mode(False):
+        return torch.tensor([number], dtype=torch.int64, device="cpu")
+
+
+class _Running(threading.local):
+    """The watched modules whose forwards run, innermost last; None where calls are nobody's."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+
+
+_RUNNING = _Running()
+
+
+def is_running() -> bool:
+    """Whether calls belong to a watched module now. Not for traced code."""
+    return bool(_RUNNING.stack) and _RUNNING.stack[-1] is not None
+
+
+def forget_running() -> None:
+    """After a step: a compiled forward that raised an error has left its module behind."""
+    _RUNNING.stack.clear()
+
+
+def _is_recomputed() -> bool:
+    """Whether autograd is running: a forward now is one that activation checkpointing repeats, and was
+    counted the first time."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tell(handle: Tensor | None, method: str, *args: Any) -> None:
+    """Call a method of what is watched, or else of the innermost module that runs."""
+    if _is_recomputed():
+        return
+    if handle is not None:
+        watched = _WATCHED.get(int(handle))
+    else:
+        watched = _RUNNING.stack[-1] if _RUNNING.stack else None
+    if watched is not None:
+        watched.attempt(getattr(watched, method), *args)
+
+
+def _enter(token: Tensor, layer: Tensor | None) -> None:
+    _RUNNING.stack.append(None if layer is None else _WATCHED.get(int(layer)))
+
+
+def _leave(token: Tensor) -> None:
+    if _RUNNING.stack:
+        _RUNNING.stack.pop()
+
+
+def _observe(token: Tensor, layer: Tensor | None, *args: Any) -> None:
+    tell(layer, "measure", *args)
+
+
+def _add(token: Tensor, layer: Tensor, *args: Any) -> None:
+    tell(layer, "take", *args)
+
+
+def _ask(token: Tensor, norm: Tensor) -> None:
+    tell(norm, "ask")
+
+
+def _refuse(token: Tensor, layer: Tensor | None, why: str) -> None:
+    tell(layer, "note", why)
+
+
+for _name, _arguments, _kernel in (
+    ("enter", "Tensor? layer", _enter),
+    ("leave", "", _leave),
+    (
+        "observe",
+        "Tensor? layer, Tensor q, Tensor k, Tensor? mask, Tensor? documents, Tensor? sink, bool causal, "
+        "int? window, float? scale, float? softcap, bool cross",
+        _observe,
+    ),
+    (
+        "add",
+        "Tensor layer, Tensor q, Tensor k, float? scale, Tensor max_logit, Tensor entropy_sum, "
+        "Tensor ratio_sum, Tensor sink_sum, Tensor row_count, Tensor ratio_count",
+        _add,
+    ),
+    ("ask", "Tensor norm", _ask),
+    ("refuse", "Tensor? layer, str why", _refuse),
+):
+    registry.define(
+        f"monitor_{_name}",
+        f"(Tensor(a!) token{', ' * bool(_arguments)}{_arguments}) -> ()",
+        fake=lambda *_: None,
+        # In a CUDA graph they would run once, while it is recorded.
+        tags=(torch.Tag.cudagraph_unsafe,),
+        # Where a compiler leaves a frame to Python it still looks into those that it calls, even these.
+        # torch.compiler.disable does the same, but loads the compiler now.
+        CompositeExplicitAutograd=_disable_dynamo(_kernel),
+    )
