@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qknorm.monitor.measure import MAX_HEADS, ScoreMod, new_buffer, observe_score_mod
+from qknorm.monitor.measure import MAX_HEADS, MaskOf, ScoreMod, new_buffer, observe_functions
 from qknorm.ops import Stats
 
 # Set on a module while it is observed. A plain attribute: no hook, which a compiled model may never run.
@@ -86,7 +86,7 @@ class Layer:
         q: Tensor,
         k: Tensor,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | MaskOf | None = None,
         sink: Tensor | None = None,
         causal: bool = False,
         window: int | None = None,
@@ -107,14 +107,29 @@ class Layer:
         rows = self.switch.rows
         if rows is not None and rows < q.shape[2]:
             self.exact = False
-        if score_mod is not None:
-            if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            if score_mod is not None:
                 self.trouble = (
                     "score_mod inside a compiled model cannot be measured; compile flex_attention"
                 )
-            else:
-                buffer = self.buffer(q, k, scale)
-                observe_score_mod(buffer, q.detach(), k.detach(), mask, scale, score_mod, rows)
+                return
+            if mask is not None and not isinstance(mask, Tensor):  # no operator takes a function
+                mask = mask(*(torch.arange(x.shape[2], device=q.device) for x in (q, k)))
+        if score_mod is not None or not (mask is None or isinstance(mask, Tensor)):
+            observe_functions(
+                self.buffer(q, k, scale),
+                q.detach(),
+                k.detach(),
+                mask,
+                sink,
+                causal,
+                window,
+                scale,
+                softcap,
+                score_mod,
+                rows,
+                cross,
+            )
             return
         torch.ops.qknorm.monitor_observe(
             self.buffer(q, k, scale),

@@ -20,6 +20,9 @@ from qknorm.ops.logit_stats import full_precision_matmul
 # FlexAttention's: (score, batch, head, query, key) -> score, on scalars.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
+# (queries [n], keys [m]) -> the mask `[B or 1, Hq or 1, n, m]` of these, bool or additive.
+MaskOf = Callable[[Tensor, Tensor], Tensor]
+
 # Scores held at once, in fp32: 4 MiB where they should stay in a cache, 64 MiB on a device.
 SCORE_BUDGET = {"cpu": 1 << 20}
 DEVICE_SCORE_BUDGET = 1 << 24
@@ -96,10 +99,11 @@ def _observe(
     rows: int | None,
     cross: bool,
 ) -> None:
-    def modify(s: Tensor, queries: Tensor) -> Tensor:
-        return s if softcap is None else s.div_(softcap).tanh_().mul_(softcap)
+    _add_call(buffer, q, k, mask, sink, causal, window, scale, _softcap(softcap), rows, cross)
 
-    _add_call(buffer, q, k, mask, sink, causal, window, scale, modify, rows, cross)
+
+def _softcap(softcap: float | None) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda s, _: s if softcap is None else s.div_(softcap).tanh_().mul_(softcap)
 
 
 @torch.library.register_fake("qknorm::monitor_observe")
@@ -119,38 +123,82 @@ def _(
     return None
 
 
-def observe_score_mod(
+def observe_functions(
     buffer: Tensor,
     q: Tensor,
     k: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | MaskOf | None,
+    sink: Tensor | None,
+    causal: bool,
+    window: int | None,
     scale: float,
-    score_mod: ScoreMod,
+    softcap: float | None,
+    score_mod: ScoreMod | None,
     rows: int | None,
+    cross: bool,
 ) -> None:
-    """`monitor_observe` with a function that changes logits, as FlexAttention has, which no operator
-    takes."""
-    over = (
-        (0, None, None, None, 0),
-        (0, None, None, 0, None),
-        (0, None, 0, None, None),
-        (0, 0, *[None] * 3),
-    )
-    for axes in over:  # keys, queries, heads, batch
-        score_mod = torch.vmap(score_mod, in_dims=axes)
+    """`monitor_observe` with functions, which no operator takes: a mask that is made block by block, and
+    FlexAttention's change of the logits. What that sends to -inf is hidden, as by a mask."""
+    if score_mod is None:
+        _add_call(buffer, q, k, mask, sink, causal, window, scale, _softcap(softcap), rows, cross)
+        return
+    changed = per_pair(score_mod, is_score=True)
+    b, h = (torch.arange(n, device=q.device) for n in q.shape[:2])
+
+    def left(queries: Tensor, keys: Tensor) -> Tensor:
+        zeros = torch.zeros(len(b), len(h), len(queries), len(keys), device=q.device)
+        return changed(zeros, b, h, queries, keys) != -torch.inf
 
     def modify(s: Tensor, queries: Tensor) -> Tensor:
-        b, h, kv = (torch.arange(n, device=s.device) for n in (s.shape[0], s.shape[1], s.shape[3]))
-        return score_mod(s, b, h, queries.to(s.device), kv).to(s.dtype)
+        keys = torch.arange(s.shape[3], device=s.device)
+        return changed(s, b, h, queries.to(s.device), keys).to(s.dtype)
 
-    _add_call(buffer, q, k, mask, None, False, None, scale, modify, rows, False)
+    visible = both(as_mask_of(mask), left)
+    _add_call(buffer, q, k, visible, sink, causal, window, scale, modify, rows, cross, hides=True)
+
+
+def per_pair(mod: Callable[..., Tensor], *, is_score: bool) -> Callable[..., Tensor]:
+    """A function of FlexAttention on scalars as one of whole axes: batch, heads, queries, keys."""
+    for axis in (3, 2, 1, 0):
+        over = [0 if i == axis else None for i in range(4)]
+        mod = torch.vmap(mod, in_dims=(0, *over) if is_score else tuple(over))
+    return mod
+
+
+def as_mask_of(mask: Tensor | MaskOf | None) -> MaskOf | None:
+    """Any mask as a function of queries and keys."""
+    if not isinstance(mask, Tensor):
+        return mask
+    mask = _narrow(mask[(None,) * (4 - mask.dim())])
+    rows, columns = mask.shape[2] > 1, mask.shape[3] > 1
+
+    def mask_of(queries: Tensor, keys: Tensor) -> Tensor:
+        some = mask[:, :, queries] if rows else mask.expand(-1, -1, len(queries), -1)
+        return some[..., : len(keys)] if columns else some.expand(-1, -1, -1, len(keys))
+
+    return mask_of
+
+
+def both(a: MaskOf | None, b: MaskOf | None) -> MaskOf | None:
+    """Two masks at once: what either hides is hidden, and what they add is added."""
+    if a is None or b is None:
+        return b if a is None else a
+
+    def mask_of(queries: Tensor, keys: Tensor) -> Tensor:
+        x, y = a(queries, keys), b(queries, keys)
+        if x.dtype == torch.bool and y.dtype == torch.bool:
+            return x & y
+        x, y = (torch.where(m, 0.0, -torch.inf) if m.dtype == torch.bool else m for m in (x, y))
+        return x + y
+
+    return mask_of
 
 
 def _add_call(
     buffer: Tensor,
     q: Tensor,
     k: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | MaskOf | None,
     sink: Tensor | None,
     causal: bool,
     window: int | None,
@@ -158,14 +206,17 @@ def _add_call(
     modify: Callable[[Tensor, Tensor], Tensor],
     rows: int | None,
     cross: bool,
+    *,
+    hides: bool = False,
 ) -> None:
-    """`modify(s, queries)` maps scaled products `[B, Hq, n, hi]` to logits, before the bias."""
+    """`modify(s, queries)` maps scaled products `[B, Hq, n, hi]` to logits, before the bias; `hides`:
+    what it sends to -inf is hidden."""
     if in_backward() or q.numel() == 0 or k.numel() == 0:
         return
     buffer = _columns(buffer, q)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False), full_precision_matmul():
         view = View(q.shape[2], k.shape[2], mask, causal, window, q.device, cross=cross)
-        _add_logits(buffer, q, k, view, sink, scale, modify, rows)
+        _add_logits(buffer, q, k, view, sink, scale, modify, rows, hides)
         _add_rms(buffer, "q", q, view.real)
         _add_rms(buffer, "k", k, view.keys)
 
@@ -209,8 +260,9 @@ class View:
     """Which keys a query sees, whatever form the mask came in.
 
     Args:
-        mask: None, bool (True: visible), or additive, broadcastable to `[B, Hq, Tq, Tk]`. An additive
-            entry at or below HIDES hides the pair.
+        mask: None, bool (True: visible), or additive, broadcastable to `[B, Hq, Tq, Tk]`, or a function
+            that makes one for some queries and all keys below a limit. An additive entry at or below
+            HIDES hides the pair.
         causal, window: as in `Mask`, beside the mask.
         cross: queries and keys are of different sequences, whatever their lengths.
 
@@ -225,7 +277,7 @@ class View:
         self,
         Tq: int,
         Tk: int,
-        mask: Tensor | None,
+        mask: Tensor | MaskOf | None,
         causal: bool,
         window: int | None,
         device: torch.device,
@@ -235,16 +287,17 @@ class View:
         self.Tq, self.Tk = Tq, Tk
         self.causal, self.window = causal, window
         self.tokens = torch.arange(Tq, device=device) + (Tk - Tq)
-        self.mask = None if mask is None else _narrow(mask[(None,) * (4 - mask.dim())])
+        self.mask_of = as_mask_of(mask)
         is_self = Tq == Tk and not cross
         self.real: Tensor | None = None
         self.keys: Tensor | None = None
-        if self.mask is None:
+        if self.mask_of is None:
             self.first = (self.tokens - (window or Tk) + 1).clamp(min=0)[None, None]
             if is_self:
                 self.real = torch.ones(1, Tq, dtype=torch.bool, device=device)
         else:
-            B, H = self.mask.shape[:2]
+            one = torch.zeros(1, dtype=torch.long, device=device)
+            B, H = self.mask_of(one, one).shape[:2]
             firsts, keys = [], torch.zeros(B, Tk, dtype=torch.bool, device=device)
             for some in torch.arange(Tq).split(max(1, _budget(device) // (B * H * Tk))):
                 visible = self.block(some).visible
@@ -262,11 +315,10 @@ class View:
         queries = queries.to(self.tokens.device)
         tokens = self.tokens[queries]
         bias = None
-        if self.mask is None:
+        if self.mask_of is None:
             visible = torch.ones(1, 1, len(tokens), hi, dtype=torch.bool, device=tokens.device)
         else:
-            rows = self.mask if self.mask.shape[2] == 1 else self.mask[:, :, queries]
-            rows = rows.expand(-1, -1, len(tokens), self.Tk)[..., :hi]
+            rows = self.mask_of(queries, torch.arange(hi, device=tokens.device))
             if rows.dtype == torch.bool:
                 visible = rows
             else:
@@ -301,6 +353,7 @@ def _add_logits(
     scale: float,
     modify: Callable[[Tensor, Tensor], Tensor],
     rows: int | None,
+    hides: bool,
 ) -> None:
     """Blocks of queries against all keys that they may see."""
     B, Hq, Tq, _ = q_BHTD.shape
@@ -319,6 +372,8 @@ def _add_logits(
         grouped = q_BHTD[:, :, part].to(wide).reshape(B, Hk, Hq // Hk * n, -1)
         s = (grouped @ k_BHTD[:, :, :hi].to(wide).mT).view(B, Hq, n, hi).mul_(scale)
         s = modify(s, some)
+        if hides:
+            visible = visible & (s != -torch.inf)
         if bias is not None:
             s = s + bias
         s = s.masked_fill(~visible, -torch.inf)
