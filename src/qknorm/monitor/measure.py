@@ -27,8 +27,9 @@ MaskOf = Callable[[Tensor, Tensor], Tensor]
 SCORE_BUDGET = {"cpu": 1 << 20}
 DEVICE_SCORE_BUDGET = 1 << 24
 
-# An additive mask hides a pair by this or less; its probability is 0 in any dtype.
-HIDES = -1e4
+# An additive mask hides a pair by this or less: half of the smallest that models use (-1e4), so that a
+# bias on top does not uncover it. Its probability is 0 in any dtype.
+HIDES = -5e3
 
 MAX_HEADS = 512
 
@@ -322,7 +323,7 @@ class View:
             if rows.dtype == torch.bool:
                 visible = rows
             else:
-                visible, bias = rows > HIDES, rows
+                visible, bias = ~(rows <= HIDES), rows  # a NaN hides nothing
         if limited:
             distance = tokens[:, None] - torch.arange(hi, device=tokens.device)
             if self.causal:
