@@ -107,7 +107,8 @@ def _owners(cls: type) -> list[Any]:
     """What holds the names that the methods of a class see: F, its modules, itself and its bases."""
     spaces = {id(vars(F)): vars(F), id(vars(flex)): vars(flex)}
     for base in _bases(cls):
-        for function in vars(base).values():
+        for method in vars(base).values():
+            function = getattr(method, "__wrapped__", method)  # also once its forward is replaced
             if hasattr(function, "__globals__"):
                 spaces[id(function.__globals__)] = function.__globals__
     return [_Names(space) for space in spaces.values() if space is not globals()] + list(_bases(cls))
