@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,23 +32,23 @@ FLAGS = {
 
 
 class BuildLibrary(build_ext):
-    """Compiles each file with the flags of its instruction set. QKNORM_CXXFLAGS adds more."""
+    """Compiles each file with the flags of its instruction set.
+
+    CXX names the compiler, and QKNORM_CXXFLAGS adds flags; both are split as a shell would.
+    """
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         try:
             self._compile(target)
-        except (OSError, subprocess.CalledProcessError) as error:
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
             target.unlink(missing_ok=True)
             print(f"qknorm: no cpu backend was built: {error}", file=sys.stderr)
 
     def _compile(self, target: Path) -> None:
         if sys.platform != "linux" or platform.machine() != "x86_64":
             raise OSError("it needs Linux on x86-64")
-        compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
-        if compiler is None:
-            raise OSError("there is no C++ compiler (g++ or clang++)")
-        extra = os.environ.get("QKNORM_CXXFLAGS", "").split()
+        compiler, extra = _compiler(), _words("QKNORM_CXXFLAGS")
         objects = Path(self.build_temp)
         objects.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +56,10 @@ class BuildLibrary(build_ext):
         for name, flags in FLAGS.items():
             made.append(str(objects / f"{name}.o"))
             source = str(SOURCES / f"{name}.cpp")
-            subprocess.run([compiler, *COMMON, *flags, *extra, "-c", source, "-o", made[-1]], check=True)
-        subprocess.run([compiler, "-shared", *extra, "-o", str(target), *made], check=True)
+            subprocess.run(
+                [*compiler, *COMMON, *flags, *extra, "-c", source, "-o", made[-1]], check=True
+            )
+        subprocess.run([*compiler, "-shared", *extra, "-o", str(target), *made], check=True)
 
     def get_ext_filename(self, fullname: str) -> str:
         """One name for all Pythons: nothing in it depends on one."""
@@ -64,6 +67,24 @@ class BuildLibrary(build_ext):
 
     def get_outputs(self) -> list[str]:
         return [path for path in super().get_outputs() if Path(path).exists()]
+
+
+def _compiler() -> list[str]:
+    """The compiler and what belongs to it, such as the name of a cache in front."""
+    named = os.environ.get("CXX", "")
+    if shutil.which(named):  # a path with a space in it
+        return [named]
+    found = _words("CXX") or list(filter(shutil.which, ("g++", "clang++", "c++")))[:1]
+    if not found:
+        raise OSError("there is no C++ compiler (g++ or clang++)")
+    return found
+
+
+def _words(variable: str) -> list[str]:
+    try:
+        return shlex.split(os.environ.get(variable, ""))
+    except ValueError as error:
+        raise ValueError(f"{variable} cannot be split into words: {error}") from error
 
 
 class PlatformWheel(bdist_wheel):

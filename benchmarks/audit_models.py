@@ -54,7 +54,7 @@ READ_BACK = {
     "scale": 128**-0.5,
     "softcap": None,
     "window": None,
-    "sink": False,
+    "sink": None,
     "causal": True,
     "q_heads": 16,
     "kv_heads": 8,

@@ -11,15 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qknorm.lab import log
 from qknorm.lab.arms import get_arm
-from qknorm.lab.files import METRICS_FILE
 from qknorm.lab.model import ModelConfig
+from qknorm.lab.runs import Run, load_runs
+from qknorm.lab.timeline import log_file
 from qknorm.lab.trainer import TrainConfig, train
+from qknorm.monitor import LayerRecord
 
 CORPUS = Path(__file__).with_name("corpus") / "early_warning.jsonl.xz"
 ARMS = ("none", "qk")
@@ -39,45 +41,47 @@ def runs(seeds: int) -> Iterator[tuple[str, TrainConfig]]:
                     yield f"{schedule}-{lr:g}-{seed}-{arm}", run
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether the run has its last line."""
-    path = folder / METRICS_FILE
-    return path.exists() and any(line["kind"] == "final" for line in log.read(path))
+def complete(folder: Path) -> Run | None:
+    """The run in a folder, if it is there and came to its end."""
+    if log_file(folder) is None:
+        return None
+    (run,) = load_runs([folder])
+    return run if run.final is not None else None
 
 
-def digest(config: TrainConfig, lines: list[dict[str, Any]]) -> dict[str, Any]:
+def digest(config: TrainConfig, run: Run) -> dict[str, Any]:
     """What the benchmark reads of a run: losses and gradient norms of all steps, statistics of some."""
-    steps = [line for line in lines if line["kind"] == "step"]
-    final = next(line for line in lines if line["kind"] == "final")
+    assert run.final is not None
     return {
         "arm": config.arm,
         "lr": config.lr,
         "schedule": config.schedule,
         "seed": config.seed,
         "steps": config.steps,
-        "loss": [_short(line["loss"]) for line in steps],
-        "grad_norm": [_short(line["grad_norm"]) for line in steps],
+        "loss": [_short(line["loss"]) for line in run.steps],
+        "grad_norm": [_short(line["grad_norm"]) for line in run.steps],
         "watched": [
-            {"step": line["step"]}
+            {"step": record.step}
             | {
-                name: [[_short(v) for v in heads] for heads in line["layers"][name]]
+                name: [[_short(v) for v in getattr(x, name)] for x in record.layers.values()]
                 for name in STATISTICS
             }
-            | {"bound": _bounds(line["layers"]["bound"])}
-            for line in steps
-            if "layers" in line
+            | {"bound": _bounds(list(record.layers.values()))}
+            for record in run.records
         ],
-        "final_loss": _short(final["final_loss"]),
-        "diverged": final["diverged"],
+        "final_loss": _short(run.final["final_loss"]),
+        "diverged": run.final["diverged"],
     }
 
 
-def _bounds(bounds: Any) -> Any:
-    return None if bounds is None else [None if h is None else [_short(v) for v in h] for h in bounds]
+def _bounds(layers: list[LayerRecord]) -> Any:
+    """The bound of each layer, in a list of its own; None without one."""
+    bounds = [layer.bound for layer in layers]
+    return [[_short(b)] for b in bounds] if None not in bounds else None
 
 
 def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
+    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
 def main() -> None:
@@ -89,11 +93,12 @@ def main() -> None:
     found = []
     for name, config in runs(args.seeds):
         folder = args.runs / name
-        if not args.pack and not is_complete(folder):
+        if not args.pack and complete(folder) is None:
             train(config, folder, overwrite=True)
             print(name, flush=True)
-        if is_complete(folder):
-            found.append(digest(config, log.read(folder / METRICS_FILE)))
+        run = complete(folder)
+        if run is not None:
+            found.append(digest(config, run))
     CORPUS.parent.mkdir(exist_ok=True)
     with lzma.open(CORPUS, "wt") as file:
         file.writelines(json.dumps(run) + "\n" for run in found)

@@ -65,7 +65,7 @@ class SdpaAttention(Attention):
         q, k, v = (t.unflatten(-1, (-1, c.width)).transpose(1, 2) for t in (q, k, v))
         q, k = self.norm_rope(q, k, rope)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.out(out.transpose(1, 2).flatten(2)), None
+        return self.out(out.transpose(1, 2).flatten(2))
 
 
 def steps(case: Case, *, watched: bool) -> Callable[[], list[float]]:
@@ -85,7 +85,7 @@ def steps(case: Case, *, watched: bool) -> Callable[[], list[float]]:
         losses = []
         for _ in range(BLOCK):
             tokens = torch.randint(0, 256, (case.batch, case.tokens + 1), generator=generator)
-            logits, _ = model(tokens[:, :-1])
+            logits = model(tokens[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

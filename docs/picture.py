@@ -25,13 +25,14 @@ def main() -> None:
     runs = load_runs(find_runs([Path("runs/demo")]))
     for run, colour in zip(runs, COLOURS, strict=False):
         label = LABELS[run.config["arm"]]
-        steps = [r["step"] for r in run.watched]
-        axes[0].plot(steps, [r["max_logit"] for r in run.watched], color=colour, label=label)
-        if run.watched[0]["layers"]["bound"] is not None:
-            bound = [max(map(max, r["layers"]["bound"])) for r in run.watched]
-            axes[0].plot(steps, bound, color=colour, linestyle=":", label="its bound")
-        axes[1].plot(steps, [r["entropy_nats"] for r in run.watched], color=colour)
-        axes[2].plot(steps, [r["loss"] for r in run.watched], color=colour)
+        steps = [record.step for record in run.records]
+        axes[0].plot(steps, [r.max_logit for r in run.records], color=colour, label=label)
+        bounds = [[layer.bound for layer in r.layers.values()] for r in run.records]
+        if None not in bounds[0]:
+            axes[0].plot(steps, list(map(max, bounds)), color=colour, linestyle=":", label="its bound")
+        axes[1].plot(steps, [r.entropy_nats for r in run.records], color=colour)
+        loss = {line["step"]: line["loss"] for line in run.steps}
+        axes[2].plot(steps, [loss[step] for step in steps], color=colour)
     axes[0].set_yscale("log")
     for axis, title in zip(
         axes,

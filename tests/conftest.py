@@ -37,6 +37,12 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE.name
 
 
+# `torch.device("meta")` as a context remembers, when it is first entered, which functions make tensors:
+# that must not be while those below stand in for them.
+with torch.device("cpu"):
+    torch.empty(0)
+
+
 def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
         x = make(*args, **kwargs)

@@ -38,7 +38,7 @@ class Expected:
     scale: float = 0.25  # D**-0.5
     softcap: float | None = None
     window: int | None = None
-    sink: bool = False
+    sink: str | None = None
     causal: bool = True
     q_heads: int = Hq
     kv_heads: int = Hk
@@ -262,7 +262,7 @@ TABLE = (
         "gpt_oss",
         "GptOssConfig",
         DECODER | MIXED | rotary() | {"num_local_experts": 4, "num_experts_per_tok": 2},
-        mixed(replace(PLAIN, sink=True)),
+        mixed(replace(PLAIN, sink="logit")),
     ),
     # The same with the RoPE of its checkpoints: cos and sin times 0.1 ln 32 + 1, the scale its square.
     Architecture(
@@ -272,7 +272,7 @@ TABLE = (
         | MIXED
         | rotary(rope_type="yarn", factor=32.0, original_max_position_embeddings=16)
         | {"num_local_experts": 4, "num_experts_per_tok": 2},
-        mixed(replace(PLAIN, sink=True, scale=0.25 * 1.3465735902799727**2)),
+        mixed(replace(PLAIN, sink="logit", scale=0.25 * 1.3465735902799727**2)),
     ),
     # gpt2 76-230, GPT2Attention; 100-101, one over the layer's number
     Architecture(

@@ -6,12 +6,12 @@ are only information are in neither.
 
 A mutant whose faults act beyond the plain forward offers what shows them: `model.paths()` (QK013,
 QK015, QK019) and `model.qk_clip_` (QK012), described in `bases.py`; `inputs()` for documents and padding
-(QK014, QK019); `make_optimizer()` (QK010); `is_trained` (QK020).
+(QK014, QK019); `make_optimizer()` (QK010); `is_trained` (QK020); `expect` (QK024).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ class Mutant:
     is_padded: bool = False
     is_trained: bool = False
     optimizer: OptimizerFactory | None = None
+    expect: Mapping[str, object] | None = None
     dtype: torch.dtype = torch.float32
 
     def build(self) -> LanguageModel:
@@ -341,6 +342,23 @@ COMBINED = [
 ]
 
 MUTANTS = SINGLE + COMBINED
+
+# What is wrong only with what was meant.
+UNEXPECTED = [
+    split(
+        "not_causal",
+        "QK024",
+        Faults(mask_ignored_by=EVERY_PATH),
+        also="QK014 QK015",
+        expect={"causal": True},
+    ),
+    fused("another_norm", "QK024", expect={"norm": "full"}),
+    split("another_order", "QK002 QK024", Faults(gain_after_rope="k"), expect={"order": "before_rope"}),
+    fused("another_eps", "QK024", expect={"eps": 1e-5}),
+    split("another_scale", "QK024", expect={"scale": 1 / 16}),
+    fused("no_sink", "QK024", expect={"blocks.1.*:sink": "logit"}),
+    split("another_sink", "QK024", **SINK, expect={"sink": "off_by_one"}),
+]
 
 # What a hasty auditor would accuse: each is right, or wrong in a way that is only information.
 HEALTHY = [

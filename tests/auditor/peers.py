@@ -139,7 +139,7 @@ LANGUAGE = (
         {"attn_softclamp_logits": True, "attn_logit_softclamp_value": 5.0},
     ),
     # attend.py 609-617: a column before those of the keys
-    language("sink", replace(PLAIN, sink=True), "", "QK001", {"attn_head_learned_sink": True}),
+    language("sink", replace(PLAIN, sink="logit"), "", "QK001", {"attn_head_learned_sink": True}),
     # x_transformers.py 2567-2573: keys further back than 4 are hidden
     language("window", replace(PLAIN, window=5), "", "QK001", {"attn_max_attend_past": 4}),
     # 631-699, added to the logits

@@ -53,7 +53,7 @@ def assert_is(formula: Formula, c: AttentionConfig, **others: Any) -> None:
         "scale": c.width**-0.5 if c.scale is None else c.scale,
         "softcap": None,
         "window": c.window,
-        "sink": c.sink != "none",
+        "sink": None if c.sink == "none" else c.sink,
         "causal": True,
         "q_heads": c.num_heads,
         "kv_heads": c.kv_heads,

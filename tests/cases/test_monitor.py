@@ -261,7 +261,7 @@ def test_case_18_packed_documents_share_the_sink_and_watching_leaves_its_gradien
 
     def gradient():
         layer.zero_grad()
-        layer(x, mask=Mask(causal=True, documents=documents))[0].square().sum().backward()
+        layer(x, mask=Mask(causal=True, documents=documents)).square().sum().backward()
         return layer.sink_logit.grad.clone()
 
     plain = gradient()
@@ -289,7 +289,7 @@ def normed_layer(scale):
 def test_case_13_the_bound_is_shown_beside_the_maximum_at_the_scale_that_runs(scale, bound, entropy):
     layer, x = normed_layer(scale)
     found = record_of(layer, x, mask=Mask())
-    assert found.bound == pytest.approx(bound)
+    assert found.bound == pytest.approx(bound, rel=2e-5)  # it covers rounding
     assert found.gain_max == (1.0, 1.0)
     assert bound / 6 < found.top <= found.bound
     assert fmean(found.entropy_nats) == pytest.approx(entropy, abs=0.04)
@@ -345,7 +345,7 @@ def test_case_13_gemma_is_read_with_its_scale_and_its_gains_of_one_plus_w(scalar
     norms = [getattr(model.layers[0].self_attn, name) for name in ("q_norm", "k_norm")]
     tokens = torch.randint(16, (1, 24))
     found = record_of(model, tokens)
-    assert found.bound == pytest.approx(256 * scalar**-0.5)
+    assert found.bound == pytest.approx(256 * scalar**-0.5, rel=2e-5)
     assert found.gain_max == (1.0, 1.0)
     assert 0 < found.top <= found.bound * ROUNDING
     with torch.no_grad():
@@ -353,7 +353,7 @@ def test_case_13_gemma_is_read_with_its_scale_and_its_gains_of_one_plus_w(scalar
         norms[1].weight.fill_(-3.0)
     found = record_of(model, tokens)
     assert found.gain_max == (1.5, 2.0)
-    assert found.bound == pytest.approx(256 * 3 * scalar**-0.5)
+    assert found.bound == pytest.approx(256 * 3 * scalar**-0.5, rel=2e-5)
 
 
 def long_inputs(tokens=4096):

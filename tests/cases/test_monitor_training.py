@@ -152,7 +152,7 @@ class Own(nn.Module):
         self.inner = Attention(AttentionConfig(dim=32, num_heads=4, num_kv_heads=2, sink="logit"))
 
     def forward(self, x):
-        return x + self.inner(x)[0]
+        return x + self.inner(x)
 
 
 LAYERS = {"sdpa": GroupedSdpa, "flex": GroupedFlex, "multihead": Multihead, "own": Own}

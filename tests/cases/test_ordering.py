@@ -75,7 +75,7 @@ def layer_that_passes_v_through(value):
         layer.qkv.weight.zero_()
         layer.qkv.weight[8:] = torch.eye(4)
         layer.out.weight.copy_(torch.eye(4))
-    return layer(torch.full((1, 2, 4), 10.0), mask=Mask())[0]
+    return layer(torch.full((1, 2, 4), 10.0), mask=Mask())
 
 
 def test_case_05_the_layer_leaves_v_alone_unless_its_dialect_says_otherwise():
@@ -88,12 +88,12 @@ def test_case_05_scaling_a_projection_by_4_moves_the_output_for_v_alone():
     config = AttentionConfig(dim=16, num_heads=4, num_kv_heads=2, norm=NormDialect(eps=1e-12))
     layer = Attention(config).double()
     x, rope = torch.randn(2, 5, 16, dtype=torch.float64), RotaryEmbedding(4, layout="half")(5, start=3)
-    before = layer(x, rope=rope)[0].detach()
+    before = layer(x, rope=rope).detach()
     parts = {"q": (slice(0, 16), 1.0), "k": (slice(16, 24), 1.0), "v": (slice(24, 32), 4.0)}
     for rows, factor in parts.values():
         with torch.no_grad():
             layer.qkv.weight[rows] *= 4
-            after = layer(x, rope=rope)[0]
+            after = layer(x, rope=rope)
             layer.qkv.weight[rows] /= 4
         assert_close(after, before * factor, atol=1e-9, rtol=1e-9)
 

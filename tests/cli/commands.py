@@ -42,7 +42,9 @@ def complaint(ended, *parts):
 
 
 def final(folder):
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    (line,) = (line for line in lines if line["kind"] == "final")
+    return line
 
 
 def copy_of(trained, tmp_path, data=None):

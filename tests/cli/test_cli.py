@@ -94,14 +94,31 @@ def test_a_run_that_does_not_learn_exits_with_1(qknorm, text, tmp_path):
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize("verb", ["train", "compare"])
+def test_f48_a_loss_that_is_lost_is_a_sentence(qknorm, text, tmp_path, monkeypatch, verb):
+    loss = Trainer._loss
+
+    def lost(self, logits, targets):
+        nats, z = loss(self, logits, targets)
+        return nats * (torch.nan if self.step == 15 and nats.requires_grad else 1), z
+
+    monkeypatch.setattr(Trainer, "_loss", lost)
+    ended = qknorm(verb, tmp_path / "run", *SIZE, "--data", text, "--steps", 20, "--lr", 0.02)
+    # A diverged twin is a result, a diverged run is not.
+    assert ended.code == (1 if verb == "train" else 0)
+    assert "diverged: the loss is not finite at step 15." in words(ended.out)
+    assert "Traceback" not in ended.err
+    assert "nan" not in ended.out
+
+
 def stop_after(step, monkeypatch):
     original = Trainer.train_step
 
     def train_step(self):
-        record = original(self)
+        items = original(self)
         if self.step == step:
             signal.raise_signal(signal.SIGINT)
-        return record
+        return items
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
 

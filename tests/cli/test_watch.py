@@ -115,7 +115,7 @@ def test_many_layers_are_cut_to_the_height_of_the_terminal_by_the_largest_logits
 
 def test_nothing_recorded_yet_and_what_is_not_finite() -> None:
     timeline = Timeline()
-    timeline.feed({"kind": "step", "step": 3, "loss": None})
+    timeline.feed({"kind": "step", "step": 3, "loss": float("nan")})
     assert "no attention record yet" in shown(timeline)
     broken = Record(step=5, phase="train", layers={"a": layer([float("nan")])})
     text = shown(
@@ -139,25 +139,28 @@ def test_a_sparkline_keeps_peaks() -> None:
 # Following ----------------------------------------------------------------------------------------
 
 
-def test_a_follower_gives_each_line_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_follower_gives_each_line_once_and_only_when_it_is_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "log.jsonl"
     follower = Follower(path)
     assert follower.poll() == []  # not there yet
     with path.open("w") as file:
-        file.write('{"step": 1}\n{"step": 2')
+        file.write('{"kind": "step", "step": 1}\n{"kind": "step", "step": 2')
         file.flush()
-        assert follower.poll() == [{"step": 1}]
+        assert follower.poll() == [{"kind": "step", "step": 1}]
         assert follower.poll() == []
-        file.write('}\nno json\n{"step": "NaN"}\n')
+        file.write('}\nno json\n{"kind": "step", "step": 3, "loss": "NaN"}\n')
         file.flush()
     two, nan = follower.poll()
-    assert two == {"step": 2}
-    assert nan["step"] != nan["step"]
+    assert two == {"kind": "step", "step": 2}
+    assert nan["loss"] != nan["loss"]
+    assert "line 3 is damaged and left out: it is not JSON" in caplog.text
     assert not follower.restarted
     path.rename(tmp_path / "away")
     assert follower.poll() == []
-    path.write_text('{"step": 9}\n')  # a new run in its place
-    assert follower.poll() == [{"step": 9}]
+    path.write_text('{"kind": "end"}\n')  # a new run in its place
+    assert follower.poll() == [{"kind": "end"}]
     assert follower.restarted
 
 

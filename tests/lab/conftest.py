@@ -35,5 +35,5 @@ def config(text):
 def stopped(config, tmp_path):
     """A run that was stopped at step 5, and its folder."""
     folder = tmp_path / "stopped"
-    assert train(config, folder, on_record=at_step(5, stop())).record is None
+    assert train(config, folder, on_item=at_step(5, stop())).final is None
     return folder

@@ -25,14 +25,21 @@ def arm(config, name, **options):
     )
 
 
-def strict_lines(folder):
-    """The log as a strict reader sees it: NaN and Infinity are no JSON."""
+def strict_lines(folder, *kinds):
+    """Lines of some kinds, or all, as a strict reader sees them: NaN and Infinity are no JSON."""
 
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=refuse) for line in lines]
+    found = [json.loads(line, parse_constant=refuse) for line in lines]
+    return [line for line in found if not kinds or line["kind"] in kinds]
+
+
+def final(folder):
+    """The line that says how the run came out."""
+    (line,) = strict_lines(folder, "final")
+    return line
 
 
 def without_clocks(folder):
@@ -40,13 +47,13 @@ def without_clocks(folder):
 
 
 def at_step(number, action):
-    """An `on_record` that acts when a step has been logged."""
+    """An `on_item` that acts when a step has been logged."""
 
-    def on_record(record):
-        if record["kind"] == "step" and record["step"] == number:
+    def on_item(item):
+        if isinstance(item, dict) and item["kind"] == "step" and item["step"] == number:
             action()
 
-    return on_record
+    return on_item
 
 
 def stop(number=signal.SIGTERM):

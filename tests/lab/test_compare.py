@@ -11,6 +11,7 @@ from qknorm.lab import ARMS, CompareConfig, DataConfig, ModelConfig, TrainConfig
 from qknorm.lab.compare import sensitivities
 from qknorm.lab.data import Dataset
 from qknorm.lab.trainer import Trainer
+from runs import final
 
 KEYS = {"arm", "lr", "seed", "final_loss", "max_logit", "entropy_nats", "diverged"}
 GRID = [(arm, lr, seed) for arm in ("none", "qk") for lr in (1e-3, 3e-2) for seed in (0, 1)]
@@ -65,11 +66,11 @@ def runs_of(folder):
 
 
 def stop_at(run_index, step):
-    def on_record(index, run, record):
-        if (index, record["kind"], record.get("step")) == (run_index, "step", step):
+    def on_item(index, run, item):
+        if index == run_index and isinstance(item, dict) and item.get("step") == step:
             signal.raise_signal(signal.SIGTERM)
 
-    return on_record
+    return on_item
 
 
 def test_the_grid_has_every_arm_rate_and_seed_once(grid):
@@ -109,9 +110,8 @@ def test_the_numbers_of_the_summary_are_those_of_the_logs(compared):
     summary = strict((folder / "summary.json").read_text())
     ends = {}
     for run in runs_of(folder):
-        last = strict((run / "metrics.jsonl").read_text().splitlines()[-1])
-        assert last["kind"] == "final"
-        ends[last["arm"], last["lr"], last["seed"]] = last
+        end = final(run)
+        ends[end["arm"], end["lr"], end["seed"]] = end
     assert len(ends) == len(summary) == len(returned) == 8
     for record, given in zip(summary, returned, strict=True):
         end = ends[record["arm"], record["lr"], record["seed"]]
@@ -147,14 +147,14 @@ def batches_of(grid, folder, monkeypatch):
         drawn.append(torch.cat([inputs, targets]).tolist())
         return inputs, targets
 
-    def on_record(index, run, record):
-        if record["kind"] == "final":
+    def on_item(index, run, item):
+        if isinstance(item, dict) and item["kind"] == "final":
             seen[run.arm, run.lr, run.seed] = drawn.copy()
             drawn.clear()
 
     drawn = []
     monkeypatch.setattr(Dataset, "batch", spy)
-    compare(grid, folder, on_record=on_record)
+    compare(grid, folder, on_item=on_item)
     assert all(len(batches) == grid.base.steps for batches in seen.values())
     return seen
 
@@ -252,14 +252,14 @@ def test_a_rate_that_means_nothing_is_refused_before_anything_is_trained(base, t
 
 
 def test_a_stop_in_the_middle_of_a_run_gives_no_summary_and_no_further_run(grid, tmp_path):
-    assert compare(grid, tmp_path, on_record=stop_at(1, 2)) is None
+    assert compare(grid, tmp_path, on_item=stop_at(1, 2)) is None
     assert not (tmp_path / "summary.json").exists()
     assert len(runs_of(tmp_path)) == 2
     assert (runs_of(tmp_path)[0] / "checkpoint.pt").exists()
 
 
 def test_a_stop_in_the_last_step_of_a_run_starts_no_further_run(grid, tmp_path):
-    assert compare(grid, tmp_path, on_record=stop_at(1, 3)) is None
+    assert compare(grid, tmp_path, on_item=stop_at(1, 3)) is None
     assert not (tmp_path / "summary.json").exists()
     assert len(runs_of(tmp_path)) == 2
 
@@ -267,7 +267,7 @@ def test_a_stop_in_the_last_step_of_a_run_starts_no_further_run(grid, tmp_path):
 def test_a_stop_while_overwriting_leaves_no_summary_of_the_old_runs(grid, base, tmp_path):
     compare(CompareConfig(base=base), tmp_path)
     assert (tmp_path / "summary.json").exists()
-    assert compare(CompareConfig(base=base), tmp_path, overwrite=True, on_record=stop_at(1, 2)) is None
+    assert compare(CompareConfig(base=base), tmp_path, overwrite=True, on_item=stop_at(1, 2)) is None
     assert not (tmp_path / "summary.json").exists()
 
 

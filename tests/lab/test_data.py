@@ -350,3 +350,15 @@ def test_a_tokenizer_that_is_none_is_refused(text_file, tmp_path):
 def test_options_that_mean_nothing_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         DataConfig(**options)
+
+
+@pytest.mark.parametrize("size", [200, 2**24 + 5000])
+def test_f16_held_out_windows_reach_from_the_first_token_to_the_last(size: int) -> None:
+    holdout = (torch.arange(size) % 251).to(torch.uint8)
+    dataset = Dataset(train=holdout[:200], holdout=holdout)
+    batches = list(dataset.holdout_batches(2, 3, 16))
+    assert torch.equal(batches[0][0][0], holdout[:16].long())
+    assert torch.equal(batches[-1][1][-1], holdout[-16:].long())
+    inputs = torch.cat([inputs for inputs, _ in batches])
+    starts = torch.arange(6) * (size - 17) // 5
+    assert torch.equal(inputs[:, 0], holdout[starts].long())

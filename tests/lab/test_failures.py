@@ -86,7 +86,7 @@ def limited(folder, text, limit, *more):
 def test_a_file_that_cannot_grow_leaves_the_old_checkpoint_and_one_sentence(text, tmp_path):
     folder = tmp_path / "run"
     run = small(text, steps=20)
-    train(run, folder, on_record=at_step(4, stop()))
+    train(run, folder, on_item=at_step(4, stop()))
     old = (folder / CHECKPOINT_FILE).read_bytes()
     assert len(old) > 200_000
     ended = limited(folder, text, 100_000, "--steps", "20", "--resume")
@@ -111,7 +111,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_no_half_written_file(text, tm
 def test_a_disk_that_fills_up_while_logging_ends_in_one_sentence_and_can_be_resumed(text, tmp_path):
     folder = tmp_path / "run"
     run = small(text, steps=60)
-    train(run, folder, on_record=at_step(4, stop()))
+    train(run, folder, on_item=at_step(4, stop()))
     old = (folder / CHECKPOINT_FILE).read_bytes()
     ended = limited(folder, text, 5000, "--steps", "60", "--resume")
     assert ended.returncode == 2, ended.stderr
@@ -119,7 +119,8 @@ def test_a_disk_that_fills_up_while_logging_ends_in_one_sentence_and_can_be_resu
     assert "Traceback" not in ended.stderr
     assert (folder / CHECKPOINT_FILE).read_bytes() == old
     train(run, folder, resume=True)
-    assert [line.get("step", "final") for line in strict_lines(folder)] == [*range(1, 61), "final"]
+    assert [line["step"] for line in strict_lines(folder, "step")] == [*range(1, 61)]
+    assert [line["kind"] for line in strict_lines(folder, "final", "end")] == ["final", "end"]
 
 
 def test_an_interrupted_save_never_becomes_the_checkpoint(config, stopped, monkeypatch):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from qknorm.lab import ARMS, LanguageModel, ModelConfig
 from qknorm.lab.arms import get_arm
 from qknorm.lab.capped import Cap
+from qknorm.monitor import Monitor
 from qknorm.nn.marks import marked_parameters
 from qknorm.spec import Mask, NormDialect
 
@@ -56,21 +57,27 @@ def test_an_unknown_arm_is_refused_with_the_list():
     assert "'qk_shared'" in str(caught.value)
 
 
+def seen(model, ids):
+    """What the monitor records of each layer, and the logits."""
+    with torch.no_grad(), Monitor.attach(model, every=1) as monitor:
+        logits = model(ids)
+        (record,) = monitor.flush()
+    return list(record.layers.values()), logits
+
+
 @pytest.mark.parametrize("layers", [1, 3])
-def test_logits_are_per_token_and_there_is_one_stats_per_layer(layers):
+def test_logits_are_per_token_and_the_monitor_sees_every_layer_without_changing_them(layers):
     model = build(layers=layers)
-    logits, none = model(tokens())
+    logits = model(tokens())
     assert logits.shape == (B, T, V)
-    assert none == []
-    watched, stats = model(tokens(), stats=True)
+    records, watched = seen(model, tokens())
     assert torch.equal(logits, watched)
-    assert len(stats) == layers
-    for one in stats:
-        for name in ("max_logit", "entropy_nats", "entropy_ratio", "sink_mass"):
-            assert getattr(one, name).shape == (4,)
-            assert getattr(one, name).dtype == torch.float32
+    assert len(records) == layers
+    for one in records:
+        for name in ("max_logit", "entropy_nats", "entropy_ratio"):
+            assert len(getattr(one, name)) == 4
     if layers > 1:
-        assert not torch.equal(stats[0].max_logit, stats[1].max_logit)
+        assert records[0].max_logit != records[1].max_logit
 
 
 def test_a_token_never_sees_those_after_it():
@@ -78,7 +85,7 @@ def test_a_token_never_sees_those_after_it():
     ids = tokens()
     changed = ids.clone()
     changed[:, 7] = (changed[:, 7] + 1) % V
-    a, b = model(ids)[0], model(changed)[0]
+    a, b = model(ids), model(changed)
     assert torch.allclose(a[:, :7], b[:, :7], atol=1e-6)
     assert not torch.allclose(a[:, 7:], b[:, 7:], atol=1e-4)
 
@@ -86,8 +93,8 @@ def test_a_token_never_sees_those_after_it():
 def test_a_mask_of_documents_reaches_the_attention():
     model = build()
     documents = torch.tensor([[0] * 5 + [1] * 7] * B)
-    packed = model(tokens(), mask=Mask(causal=True, documents=documents))[0]
-    plain = model(tokens())[0]
+    packed = model(tokens(), mask=Mask(causal=True, documents=documents))
+    plain = model(tokens())
     assert torch.allclose(packed[:, :5], plain[:, :5], atol=1e-6)
     assert not torch.allclose(packed[:, 5:], plain[:, 5:], atol=1e-4)
 
@@ -110,11 +117,11 @@ def test_token_by_token_and_in_chunks_through_the_cache_equals_the_whole(arm, op
     model = build(arm, sharp=20.0, **options)
     ids = tokens()
     with torch.no_grad():
-        whole = model(ids)[0]
+        whole = model(ids)
         for sizes in ([1] * T, [5, 1, 4, 2]):
             caches = model.new_caches(B, T)
             assert len(caches) == 2
-            parts = [model(part, caches=caches)[0] for part in ids.split(sizes, dim=1)]
+            parts = [model(part, caches=caches) for part in ids.split(sizes, dim=1)]
             assert torch.allclose(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
 
 
@@ -123,7 +130,7 @@ def test_a_window_hides_what_lies_before_it():
     ids = tokens(1)
     changed = ids.clone()
     changed[:, 2] = (changed[:, 2] + 1) % V
-    a, b = model(ids)[0], model(changed)[0]
+    a, b = model(ids), model(changed)
     assert torch.allclose(a[:, 5:], b[:, 5:], atol=1e-6)
     assert not torch.allclose(a[:, 4], b[:, 4], atol=1e-5)
 
@@ -131,17 +138,21 @@ def test_a_window_hides_what_lies_before_it():
 # Bounds -----------------------------------------------------------------------------------------
 
 
-def measured(model, **options):
-    with torch.no_grad():
-        stats = model(tokens(8, 24), stats=True, **options)[1]
-    return torch.stack([one.max_logit for one in stats])
+def measured(model):
+    return torch.tensor([one.max_logit for one in seen(model, tokens(8, 24))[0]])
+
+
+def logit_bounds(model, dtype=torch.float32):
+    """Of each layer and head, within 24 positions; None if there is none."""
+    bounds = [layer.logit_bound(model.rope(24), dtype=dtype) for layer in model.attention_layers()]
+    return None if None in bounds else torch.stack(bounds)
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_heads": 2}, {"head_dim": 2}, {"rotary_share": 0.5}])
 @pytest.mark.parametrize("arm", NORMED)
 def test_the_bound_holds_for_every_head_of_every_arm_with_a_norm(arm, options):
     model = build(arm, sharp=50.0, **options)
-    bounds = model.logit_bounds(24)
+    bounds = logit_bounds(model)
     assert bounds.shape == (2, 4)
     found = measured(model)
     assert (found <= bounds).all()
@@ -153,7 +164,7 @@ def test_the_bound_holds_for_every_head_of_every_arm_with_a_norm(arm, options):
 @pytest.mark.parametrize("arm", ["softcap", "clamp"])
 def test_the_bound_of_a_capped_arm_is_the_cap_and_sharp_logits_reach_it(arm):
     model = build(arm, sharp=2000.0)
-    bounds = model.logit_bounds(24)
+    bounds = logit_bounds(model)
     assert torch.equal(bounds, torch.full((2, 4), 50.0))
     found = measured(model)
     assert (found <= 50.0).all()
@@ -162,7 +173,7 @@ def test_the_bound_of_a_capped_arm_is_the_cap_and_sharp_logits_reach_it(arm):
 
 def test_without_norm_or_cap_there_is_no_bound():
     model = build("none", sharp=2000.0)
-    assert model.logit_bounds(24) is None
+    assert logit_bounds(model) is None
     assert measured(model).max() > 100
 
 
@@ -170,17 +181,17 @@ def test_the_bound_under_autocast_covers_the_rounding_to_bf16():
     model = build("qk", sharp=50.0, head_dim=2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = measured(model)
-    assert (found <= model.logit_bounds(24, torch.bfloat16)).all()
+    assert (found <= logit_bounds(model, torch.bfloat16)).all()
 
 
 def test_the_bound_follows_the_gains():
     model = build("qk")
-    before = model.logit_bounds(24)
+    before = logit_bounds(model)
     with torch.no_grad():
         for _, parameter, kind, _ in marked_parameters(model):
             assert kind == "gain"
             parameter *= 3
-    assert torch.allclose(model.logit_bounds(24), 9 * before)
+    assert torch.allclose(logit_bounds(model), 9 * before)
 
 
 # Arms -------------------------------------------------------------------------------------------
@@ -194,7 +205,7 @@ def test_every_arm_trains_and_every_parameter_moves(arm):
     losses = []
     for _ in range(3):
         ids = tokens(8)
-        loss = F.cross_entropy(model(ids[:, :-1])[0].flatten(0, 1), ids[:, 1:].flatten())
+        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -209,7 +220,7 @@ def test_every_arm_computes_something_else_than_no_norm(arm):
     plain, model = build("none", sharp=300.0), build(arm, sharp=300.0)
     shared = model.state_dict()
     plain.load_state_dict({name: shared[name] for name in plain.state_dict()})
-    assert not torch.allclose(plain(tokens())[0], model(tokens())[0], rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(plain(tokens()), model(tokens()), rtol=1e-3, atol=1e-3)
 
 
 def test_the_arms_are_the_variants_that_their_names_say():
@@ -239,11 +250,11 @@ def test_an_arm_changes_nothing_but_the_attention(arm):
 
 def test_sink_mass_is_zero_without_a_sink_and_not_with_one():
     def mass(arm):
-        return torch.stack([s.sink_mass for s in build(arm)(tokens(), stats=True)[1]])
+        return [one.sink_mass for one in seen(build(arm), tokens())[0]]
 
-    assert (mass("qk") == 0).all()
-    assert (mass("qk+sink") > 0).all()
-    assert (mass("qk+off-by-one") > 0).all()
+    assert mass("qk") == [None, None]
+    for arm in ("qk+sink", "qk+off-by-one"):
+        assert all(share > 0 for layer in mass(arm) for share in layer)
 
 
 # Caps -------------------------------------------------------------------------------------------
@@ -320,7 +331,7 @@ def test_a_model_that_cannot_be_is_refused_in_one_line(options, words):
 
 def test_an_odd_head_without_rotation_is_fine():
     model = LanguageModel(ModelConfig(vocab_size=V, layers=1, dim=12, heads=4, rotary_share=0.0))
-    assert model(tokens())[0].isfinite().all()
+    assert model(tokens()).isfinite().all()
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("hard", 50.0), ("soft", 0.0), ("clamp", -1.0)])

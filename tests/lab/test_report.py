@@ -14,6 +14,8 @@ from qknorm.lab import CompareConfig, DataConfig, ModelConfig, TrainConfig, comp
 from qknorm.lab.report import words, write_report
 from qknorm.lab.runs import find_runs, load_runs
 from qknorm.lab.verdict import DIVERGENCE_RULE
+from runs import arm as get_run
+from runs import final, strict_lines
 
 # Tags that stand alone.
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -86,10 +88,6 @@ def make(folder, base, **options):
 
 def render(folders, path):
     return write_report(load_runs(find_runs(folders)), path).read_text()
-
-
-def final(folder):
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
 def rewrite(path, change):
@@ -175,7 +173,7 @@ def test_there_are_curves_of_four_quantities_for_both_arms_and_heatmaps_of_each_
         assert all(len(line["x"]) == len(line["y"]) > 0 for line in plots[name]["data"])
     assert plots["max-logit"]["layout"]["yaxis"]["type"] == "log"
     assert any("bound" in line["name"] for line in plots["max-logit"]["data"])
-    for kind, shape in (("heat", [2, 2]), ("time", [5] * 4)):  # layer x head; head x record
+    for kind, shape in (("heat", [2, 2]), ("time", [4] * 4)):  # layer x head; head x record
         heat = [plot for name, plot in plots.items() if name.startswith(kind)]
         assert len(heat) == 4
         for plot in heat:
@@ -186,14 +184,14 @@ def test_there_are_curves_of_four_quantities_for_both_arms_and_heatmaps_of_each_
 def test_the_curves_are_the_logged_values(page, twins):
     plots = figures_of(page)
     for run in find_runs([twins]):
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        steps = [line for line in lines if line["kind"] == "step"]
+        steps = strict_lines(run, "step")
+        layers = [r["layers"].values() for r in strict_lines(run, "record") if r["phase"] == "train"]
         title = f"{final(run)['arm']}, lr 0.01, seed 0"
         expected = {
             "loss": [line["loss"] for line in steps],
             "grad-norm": [line["grad_norm"] for line in steps],
-            "max-logit": [line["max_logit"] for line in steps if "layers" in line],
-            "entropy": [line["entropy_nats"] for line in steps if "layers" in line],
+            "max-logit": [max(max(x["max_logit"]) for x in all_of) for all_of in layers],
+            "entropy": [min(sum(x["entropy_nats"]) / 2 for x in all_of) for all_of in layers],
         }
         for name, values in expected.items():
             drawn = [line["y"] for line in plots[name]["data"] if line["name"] == title]
@@ -204,9 +202,32 @@ def test_the_heatmaps_show_the_final_values_of_every_head(page, twins):
     plots = figures_of(page)
     texts = [p["data"][0]["text"] for p in plots.values() if p["data"][0]["type"] == "heatmap"]
     for run in find_runs([twins]):
-        layers = final(run)["layers"]
+        record = strict_lines(run, "record")[-1]
+        assert record["phase"] == "eval"
         for key in ("max_logit", "entropy_nats"):
-            assert [[f"{x:.2f}" for x in row] for row in layers[key]] in texts, key
+            rows = [layer[key] for layer in record["layers"].values()]
+            assert [[f"{x:.2f}" for x in row] for row in rows] in texts, key
+
+
+def test_a_table_has_what_the_record_says_of_each_layer(base, tmp_path):
+    """Bound, gains, sink and RMS, of the last evaluation; a dash for what a layer has not."""
+    runs = [make(tmp_path / name, get_run(base, name)) for name in ("qk+sink", "none", "softcap")]
+    text = render(runs, tmp_path / "r.html")
+    for run in runs:
+        record = strict_lines(run, "record")[-1]
+        for name, x in record["layers"].items():
+            gains = " and ".join(f"{gain:.4g}" for gain in x["gain_max"] or [])
+            means = [x[key] for key in ("entropy_nats", "entropy_ratio", "sink_mass", "first_mass")]
+            means += [x["q_rms"], x["k_rms"]]
+            cells = [
+                name,
+                f"{max(x['max_logit']):.4g}",
+                "-" if x["bound"] is None else f"{x['bound']:.4g}",
+                gains or "-",
+                *("-" if values is None else f"{sum(values) / len(values):.4g}" for values in means),
+            ]
+            assert "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" in text
+    assert text.count("<td>50</td>") == 2  # the cap
 
 
 def test_one_run_alone_makes_a_page(twins, tmp_path):
@@ -219,11 +240,11 @@ def test_one_run_alone_makes_a_page(twins, tmp_path):
 def test_a_run_that_has_not_ended_is_shown_as_such(base, twins, tmp_path):
     folder = tmp_path / "stopped"
 
-    def stop(record):
-        if record.get("step") == 7:
+    def stop(item):
+        if isinstance(item, dict) and item.get("step") == 12:
             signal.raise_signal(signal.SIGTERM)
 
-    train(replace(base, lr=2e-2), folder, on_record=stop)
+    train(replace(base, lr=2e-2), folder, on_item=stop)
     text = render([folder], tmp_path / "alone.html")
     seen = Page(text).text
     assert "not ended" in seen
@@ -267,9 +288,11 @@ def test_names_are_shown_as_they_are_and_never_run(twins, tmp_path):
         shutil.copytree(run, copy)
         rewrite(copy / "config.json", lambda config: config.update(arm=evil))
         rewrite(copy / "environment.json", lambda found: found.update(processor=evil))
-        lines = (copy / "metrics.jsonl").read_text().splitlines()
-        end = json.loads(lines[-1]) | {"arm": f"{evil}{i}", "diverged": True, "reason": evil}
-        (copy / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(end)]) + "\n")
+        lines = [
+            line | ({"arm": f"{evil}{i}", "diverged": True, "reason": evil} if "arm" in line else {})
+            for line in strict_lines(copy)
+        ]
+        (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         runs.append(copy)
     text = render(runs, tmp_path / "r.html")
     seen = Page(text)
@@ -332,7 +355,7 @@ def test_a_log_cut_in_its_last_line_is_read_up_to_there(twins, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(find_runs([twins])[0], copy)
     log = copy / "metrics.jsonl"
-    log.write_text(log.read_text()[:-20])
+    log.write_text(log.read_text().split('{"kind": "final"')[0] + '{"kind": "fin')
     (run,) = load_runs([copy])
     assert run.final is None
     assert len(run.steps) == 20

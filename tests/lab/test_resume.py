@@ -28,19 +28,28 @@ from runs import (
 # Resume -----------------------------------------------------------------------------------------
 
 
+def assert_each_once(folder):
+    """All 60 steps, what was seen of every seventh, and the end, once and in order."""
+    steps = [line["step"] for line in strict_lines(folder, "step")]
+    assert steps == [*range(1, 61)]
+    records = [(line["phase"], line["step"]) for line in strict_lines(folder, "record")]
+    assert records == [*(("train", step) for step in range(7, 61, 7)), ("eval", 60)]
+    assert [line["kind"] for line in strict_lines(folder)][-3:] == ["final", "record", "end"]
+
+
 @pytest.mark.parametrize("name", ["qk", "qk-decay", "qk+sink", "none"])
 def test_sixty_steps_equal_thirty_and_resume_and_thirty_to_the_bit(config, tmp_path, name):
     run = arm(config, name)
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert train(run, whole).steps == 60
-    first = train(run, halves, on_record=at_step(30, stop()))
-    assert (first.record, first.steps) == (None, 30)
-    assert [line["step"] for line in strict_lines(halves)] == list(range(1, 31))
+    first = train(run, halves, on_item=at_step(30, stop()))
+    assert (first.final, first.steps) == (None, 30)
+    assert [line["step"] for line in strict_lines(halves, "step")] == list(range(1, 31))
     assert checkpoint.load(halves / CHECKPOINT_FILE)["step"] == 30
     second = train(run, halves, resume=True)
     assert second.steps == 60
     assert_same_run(halves, whole)
-    assert [line.get("step", "final") for line in strict_lines(halves)] == [*range(1, 61), "final"]
+    assert_each_once(halves)
 
 
 def test_the_bits_depend_on_the_optimizer_state_too(config, tmp_path):
@@ -73,7 +82,7 @@ def test_a_crash_after_a_checkpoint_resumes_from_it_and_each_step_stands_in_the_
     whole, crashed = tmp_path / "whole", tmp_path / "crashed"
     train(run, whole)
     with pytest.raises(CrashError):
-        train(run, crashed, on_record=at_step(47, crash))
+        train(run, crashed, on_item=at_step(47, crash))
     assert checkpoint.load(crashed / CHECKPOINT_FILE)["step"] == 40
     # What a killed process leaves: lines past the checkpoint, the last of them cut short.
     with (crashed / "metrics.jsonl").open("a") as log:
@@ -85,8 +94,8 @@ def test_a_crash_after_a_checkpoint_resumes_from_it_and_each_step_stands_in_the_
 def test_resuming_twice_is_as_good_as_once(config, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(config, whole)
-    train(config, parts, on_record=at_step(1, stop()))
-    train(config, parts, resume=True, on_record=at_step(59, stop()))
+    train(config, parts, on_item=at_step(1, stop()))
+    train(config, parts, resume=True, on_item=at_step(59, stop()))
     train(config, parts, resume=True)
     assert_same_run(parts, whole)
 
@@ -97,14 +106,14 @@ def test_resuming_a_run_that_has_ended_changes_nothing(config, tmp_path):
     first = train(run, folder)
     before = without_clocks(folder)
     again = train(run, folder, resume=True)
-    assert again.record["final_loss"] == first.record["final_loss"]
+    assert again.final["final_loss"] == first.final["final_loss"]
     assert without_clocks(folder) == before
 
 
 def test_bf16_and_constant_schedule_resume_to_the_bit(config, tmp_path):
     run = replace(config, steps=12, dtype="bfloat16", schedule="constant", warmup=0)
     train(run, tmp_path / "whole")
-    train(run, tmp_path / "parts", on_record=at_step(6, stop()))
+    train(run, tmp_path / "parts", on_item=at_step(6, stop()))
     train(run, tmp_path / "parts", resume=True)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
@@ -145,10 +154,10 @@ def test_a_checkpoint_of_another_model_is_refused_and_left_alone(config, stopped
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_first_signal_ends_the_run_after_the_step_with_a_checkpoint(config, tmp_path, number):
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    outcome = train(config, tmp_path / "run", on_record=at_step(9, stop(number)))
-    assert (outcome.record, outcome.steps) == (None, 9)
+    outcome = train(config, tmp_path / "run", on_item=at_step(9, stop(number)))
+    assert (outcome.final, outcome.steps) == (None, 9)
     assert checkpoint.load(tmp_path / "run" / CHECKPOINT_FILE)["step"] == 9
-    assert [line["step"] for line in strict_lines(tmp_path / "run")] == list(range(1, 10))
+    assert [line["step"] for line in strict_lines(tmp_path / "run", "step")] == list(range(1, 10))
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
@@ -161,7 +170,7 @@ def test_a_second_sigint_interrupts_as_it_always_did(config, tmp_path):
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            train(config, tmp_path / "run", on_record=at_step(3, twice))
+            train(config, tmp_path / "run", on_item=at_step(3, twice))
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, inherited)
@@ -177,7 +186,7 @@ def test_a_second_sigterm_reaches_whoever_handled_it_before(config, tmp_path):
             assert seen == []
             signal.raise_signal(signal.SIGTERM)
 
-        assert train(config, tmp_path / "run", on_record=at_step(3, twice)).steps == 3
+        assert train(config, tmp_path / "run", on_item=at_step(3, twice)).steps == 3
         assert seen == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -185,9 +194,9 @@ def test_a_second_sigterm_reaches_whoever_handled_it_before(config, tmp_path):
 
 def test_a_signal_in_the_last_step_still_ends_the_run_properly(config, tmp_path):
     run = replace(config, steps=5)
-    outcome = train(run, tmp_path / "run", on_record=at_step(5, stop()))
-    assert outcome.record is not None
-    assert strict_lines(tmp_path / "run")[-1]["kind"] == "final"
+    outcome = train(run, tmp_path / "run", on_item=at_step(5, stop()))
+    assert outcome.final is not None
+    assert [line["kind"] for line in strict_lines(tmp_path / "run")][-3:] == ["final", "record", "end"]
 
 
 def test_a_real_sigterm_in_the_middle_exits_with_1_and_resume_completes_to_the_bit(text, tmp_path):
@@ -210,7 +219,7 @@ def test_a_real_sigterm_in_the_middle_exits_with_1_and_resume_completes_to_the_b
     assert "--resume" in errors
     done = checkpoint.load(folder / CHECKPOINT_FILE)["step"]
     assert 5 <= done < 60
-    assert [line["step"] for line in strict_lines(folder)] == list(range(1, done + 1))
+    assert [line["step"] for line in strict_lines(folder, "step")] == list(range(1, done + 1))
     for target, more in ((folder, ["--resume"]), (whole, [])):
         ended = subprocess.run(
             train_command(target, text, *more),
@@ -221,4 +230,4 @@ def test_a_real_sigterm_in_the_middle_exits_with_1_and_resume_completes_to_the_b
         )
         assert ended.returncode == 0, ended.stderr
     assert_same_run(folder, whole)
-    assert [line.get("step", "final") for line in strict_lines(folder)] == [*range(1, 61), "final"]
+    assert_each_once(folder)

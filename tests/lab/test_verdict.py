@@ -142,3 +142,10 @@ def test_an_arm_with_fewer_seeds_than_another_keeps_its_sensitivity():
     summary = [record("qk", lr, seed, 1.0) for lr in GRID for seed in (0, 1)]
     summary += [record("none", lr, 0, 1.0) for lr in GRID]
     assert set(sensitivities(summary)) == {"qk", "none"}
+
+
+def test_f48_a_run_whose_first_loss_was_lost_counts_as_the_start_of_the_others():
+    summary = [record("none", lr, 0, 1.0) for lr in GRID[1:]]
+    summary.insert(3, record("none", GRID[0], 0, None) | {"initial_loss": None})
+    # min(loss, initial) - best: 4 for the lost one, 0 for the others.
+    assert sensitivities(summary) == {"none": pytest.approx(4 / 7, abs=1e-12)}

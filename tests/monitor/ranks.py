@@ -116,7 +116,7 @@ class Block(nn.Module):
         self.plain = Heads(*(torch.randn(HEADS * D, WIDTH) / 4 for _ in range(2)))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + only(self.attention(x, mask=Mask(causal=True)))
+        x = x + self.attention(x, mask=Mask(causal=True))
         return x + self.plain(x).transpose(1, 2).flatten(2)[..., :WIDTH]
 
 

@@ -162,7 +162,7 @@ def test_every_gradient_equals_that_of_the_dense_forward(variant):
     x.requires_grad_()
     upstream = torch.linspace(-1, 1, x.numel()).double().view(x.shape)
     parameters = dict(layer.named_parameters())
-    found = torch.autograd.grad(layer(x, rope=turns())[0], [x, *parameters.values()], upstream)
+    found = torch.autograd.grad(layer(x, rope=turns()), [x, *parameters.values()], upstream)
 
     class Live:
         """`dense` reads a state dict, which is detached: hand it the parameters instead."""
@@ -196,7 +196,7 @@ def test_masks_of_the_caller_combine_with_the_window_of_the_layer(variant):
         (Mask(documents=documents, key_padding=padding), same & padding[:, None]),
     ]
     for mask, visible in cases:
-        out, _ = layer(x, rope=turns(), mask=mask)
+        out = layer(x, rope=turns(), mask=mask)
         right, logits, _ = dense(layer, x, turns(), visible)
         empty = (logits == -torch.inf).all(-1)[:, 0]
         # Rows without keys are NaN in the naive softmax, unless a sink holds them.
@@ -226,11 +226,14 @@ def test_statistics_come_only_when_asked_for_and_change_no_bit():
         results = []
         for request in (False, True, "rows"):
             layer.zero_grad()
-            out, stats = layer(x, rope=turns(), stats=request)
+            out = layer(x, rope=turns(), stats=request)
+            if request:
+                out, stats = out
+                assert isinstance(stats, Stats)
+                assert (stats.rows is not None) == (request == "rows")
+            assert isinstance(out, torch.Tensor)
             out.square().sum().backward()
             results.append([out.detach(), *(p.grad.clone() for p in layer.parameters())])
-            assert isinstance(stats, Stats) == bool(request)
-            assert stats is None or (stats.rows is not None) == (request == "rows")
         for other in results[1:]:
             for a, b in zip(results[0], other, strict=True):
                 assert torch.equal(a, b)
@@ -239,7 +242,7 @@ def test_statistics_come_only_when_asked_for_and_change_no_bit():
 @pytest.mark.parametrize(
     ("options", "keys"),
     [
-        ({}, {"qkv.weight", "out.weight", "norm.q_gain", "norm.k_gain"}),
+        ({}, {"qkv.weight", "out.weight", "norm.q_gain", "norm.k_gain", "norm.gain_offset"}),
         ({"norm": None}, {"qkv.weight", "out.weight"}),
         ({"norm": NormDialect(gain="none")}, {"qkv.weight", "out.weight"}),
         ({"norm": None, "sink": "off_by_one", "window": 4}, {"qkv.weight", "out.weight"}),
@@ -251,13 +254,32 @@ def test_statistics_come_only_when_asked_for_and_change_no_bit():
         ),
     ],
 )
-def test_state_dict_holds_exactly_the_parameters_and_round_trips(options, keys):
+def test_state_dict_holds_the_parameters_and_what_the_gains_mean_and_round_trips(options, keys):
     layer, x = built(**options)
-    assert set(layer.state_dict()) == keys == {name for name, _ in layer.named_parameters()}
+    assert set(layer.state_dict()) == keys
+    assert keys - {"norm.gain_offset"} == {name for name, _ in layer.named_parameters()}
     other, _ = built(seed=1, **options)
-    assert not torch.equal(other(x)[0], layer(x)[0])
+    assert not torch.equal(other(x), layer(x))
     other.load_state_dict(layer.state_dict())
-    assert torch.equal(other(x)[0], layer(x)[0])
+    assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("variant", ["default", "no_norm", "token", "full", "after_rope", "value"])
+def test_a_rotary_embedding_is_its_table_of_all_tokens(variant):
+    """Build 6, with the result a tensor unless statistics are asked for."""
+    layer, x = built(**VARIANTS[variant])
+    rotary = RotaryEmbedding(4, layout="interleaved")
+    out = layer(x, rope=rotary)
+    assert isinstance(out, torch.Tensor)
+    assert torch.equal(out, layer(x, rope=rotary(T)))
+    with_stats = layer(x, rope=rotary, stats=True)
+    assert isinstance(with_stats, tuple)
+    assert torch.equal(with_stats[0], out)
+    assert not torch.equal(out, layer(x))
+    with pytest.raises(ValueError, match="8 positions for 9 keys, of which 0 are cached"):
+        layer(x, rope=rotary(T - 1))
+    with pytest.raises(ValueError, match="RotaryEmbedding or a Rope; got tuple"):
+        layer(x, rope=(rotary(T).cos, rotary(T).sin))
 
 
 def test_state_dict_shapes_follow_the_heads():
@@ -268,6 +290,7 @@ def test_state_dict_shapes_follow_the_heads():
         "out.weight": (C, 40),
         "norm.q_gain": (4, 10),
         "norm.k_gain": (2, 10),
+        "norm.gain_offset": (),
         "sink_key": (2, 10),
         "sink_value": (2, 10),
     }
@@ -282,9 +305,9 @@ def test_a_shift_of_all_positions_leaves_the_output_unchanged(kind, norm):
     shift = torch.tensor([1.0, 0.4]).double() * 91
     angle = torch.atan2(rope.sin, rope.cos) + shift
     shifted = Rope(angle.cos(), angle.sin(), "half")
-    out, _ = layer(x, rope=rope)
-    assert_close(layer(x, rope=shifted)[0], out, atol=1e-10, rtol=0)
-    assert (layer(x)[0] - out).abs().max() > 1e-3
+    out = layer(x, rope=rope)
+    assert_close(layer(x, rope=shifted), out, atol=1e-10, rtol=0)
+    assert (layer(x) - out).abs().max() > 1e-3
 
 
 def test_the_sink_token_is_seen_through_every_mask():
@@ -351,7 +374,7 @@ def test_a_bf16_layer_runs_and_is_near_the_fp64_one(kind):
     layer, x = built(sink=kind, num_kv_heads=2)
     low = Attention(layer.config).to(torch.bfloat16)
     low.load_state_dict(layer.state_dict())
-    out, _ = low(x.bfloat16(), rope=turns())
+    out = low(x.bfloat16(), rope=turns())
     assert out.dtype == torch.bfloat16
     assert_close(out.double(), dense(low, x.bfloat16(), turns(), CAUSAL)[0], atol=0.05, rtol=0.05)
     out.float().square().sum().backward()
@@ -367,11 +390,10 @@ def test_one_full_graph_serves_every_length(kind, dynamic):
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for index, length in enumerate((16, 23, 40, 9)):
         part = x[:, :length].clone()
-        rope = rotary(length, start=3)
         # From the third length on nothing may be left to specialise.
         with torch._dynamo.config.patch(error_on_recompile=index >= 2):
-            out, stats = compiled(part, rope=rope, stats=True)
-        expected, expected_stats = layer(part, rope=rope, stats=True)
+            out, stats = compiled(part, rope=rotary, stats=True)
+        expected, expected_stats = layer(part, rope=rotary, stats=True)
         assert_close(out, expected, atol=1e-5, rtol=1e-5)
         assert_close(stats.max_logit, expected_stats.max_logit, atol=1e-5, rtol=1e-5)
         assert_close(stats.entropy_nats, expected_stats.entropy_nats, atol=1e-5, rtol=1e-5)
@@ -392,11 +414,41 @@ def test_the_bound_of_the_layer_is_never_exceeded(variant, rotary_dim):
     torch.manual_seed(5)
     with torch.no_grad():
         layer.qkv.weight.copy_(torch.randn_like(layer.qkv.weight) ** 5 * 100)
-    bound = layer.logit_bound(rope)
+    bound = layer.logit_bound(rope, rotary_dim=None if rope else 0)
     assert tuple(bound.shape) == (4,)
     for _ in range(20):
         _, stats = layer(torch.randn_like(x) ** 3, rope=rope, mask=Mask(), stats=True)
         assert (stats.max_logit <= bound * (1 + 1e-6)).all()
+
+
+def test_f12_without_a_table_the_bound_holds_for_any_rotation():
+    """Gains of 3 at entry 0 of q and 32 of k, which RoPE brings together, else 0.1: 3 * 3 * 64 / 8."""
+    layer = Attention(AttentionConfig(dim=64, num_heads=1, head_dim=64))
+    with torch.no_grad():
+        layer.norm.q_gain.fill_(0.1)[0, 0] = 3.0
+        layer.norm.k_gain.fill_(0.1)[0, 32] = 3.0
+        layer.qkv.weight.zero_()
+        layer.qkv.weight[0, 0] = layer.qkv.weight[64 + 32, 0] = 1e3  # one-hot in those entries
+    rotary, mask = RotaryEmbedding(64, layout="half"), Mask(causal=False)
+    x = torch.zeros(1, 40, 64)
+    x[..., 0] = torch.tensor([1.0, -1.0]).repeat(20)
+    found = float(layer(x, rope=rotary, mask=mask, stats=True)[1].max_logit)
+    assert 71.3 < found <= 72
+    assert float(layer.logit_bound()) == pytest.approx(72, rel=1e-5)
+    assert found <= float(layer.logit_bound(rotary(40))) * (1 + 1e-6) <= 72.001
+    assert float(layer.logit_bound(rotary_dim=64, layout="half")) == pytest.approx(72, rel=1e-5)
+    still = float(layer(x, mask=mask, stats=True)[1].max_logit)
+    assert still <= float(layer.logit_bound(rotary_dim=0)) == pytest.approx(2.4, rel=1e-5)
+    assert float(layer.logit_bound(dtype=torch.bfloat16)) == pytest.approx(
+        72 * (1 + 2**-8) ** 3, rel=1e-5
+    )
+    after = Attention(
+        AttentionConfig(dim=64, num_heads=1, head_dim=64, norm=NormDialect(order="after_rope"))
+    )
+    after.load_state_dict(layer.state_dict())
+    # Entry 0 of q only ever meets entry 0 of k.
+    for known in ({}, {"rope": rotary(40)}, {"rotary_dim": 0}):
+        assert float(after.logit_bound(**known)) == pytest.approx(2.4, rel=1e-5)
 
 
 def test_a_layer_without_a_norm_has_no_bound():

@@ -183,7 +183,7 @@ def test_a_dialect_without_gains_has_no_parameters():
 
 def test_state_dict_holds_the_two_gains_and_loads_strictly():
     norm = uneven(QKNorm(HQ, HK, D))
-    assert list(norm.state_dict()) == ["q_gain", "k_gain"]
+    assert list(norm.state_dict()) == ["q_gain", "k_gain", "gain_offset"]
     other = QKNorm(HQ, HK, D)
     other.load_state_dict(norm.state_dict())
     assert torch.equal(other.k_gain, norm.k_gain)

@@ -289,6 +289,10 @@ def test_tables_are_no_part_of_a_checkpoint():
 # Refusals.
 
 
+LLAMA3 = {"kind": "llama3", "factor": 2.0, "original_length": 8192}  # F16
+YARN = LLAMA3 | {"kind": "yarn"}
+
+
 @pytest.mark.parametrize(
     ("options", "phrase"),
     [
@@ -297,6 +301,15 @@ def test_tables_are_no_part_of_a_checkpoint():
         ({"kind": "linear", "factor": math.nan}, "got nan"),
         ({"kind": "yarn", "factor": 2.0}, "yarn needs original_length"),
         ({"kind": "llama3", "factor": 2.0}, "llama3 needs original_length"),
+        ({"kind": "yarn", "factor": 2.0, "original_length": -5}, "needs original_length.*got -5"),
+        ({"kind": "ntk", "factor": math.inf}, "at least 1; got inf"),
+        ({"kind": "linear", "factor": 2.0, "attention_factor": 0.0}, "attention_factor.*positive.*0.0"),
+        (LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}, "low_freq_factor.*4.0 and 1.0"),
+        (LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 2.0}, "below high_freq_factor.*2.0 and"),
+        (LLAMA3 | {"low_freq_factor": math.nan}, "low_freq_factor.*nan and 4.0"),
+        (LLAMA3 | {"low_freq_factor": -1.0}, "positive.*-1.0 and 4.0"),
+        (YARN | {"beta_fast": 1.0, "beta_slow": 32.0}, "beta_slow.*below beta_fast.*32.0 and 1.0"),
+        (YARN | {"beta_slow": 32.0}, "32.0 and 32.0"),
     ],
 )
 def test_a_scaling_that_makes_no_sense_is_refused(options, phrase):
@@ -308,6 +321,12 @@ def test_a_scaling_that_makes_no_sense_is_refused(options, phrase):
 def test_a_rotary_width_that_is_not_pairs_is_refused(width):
     with pytest.raises(ValueError, match=f"got {width}"):
         RotaryEmbedding(width, layout="half")
+
+
+@pytest.mark.parametrize("base", [1.0, 0.0, -3.0, math.nan, math.inf])
+def test_a_base_that_makes_no_falling_frequencies_is_refused(base):
+    with pytest.raises(ValueError, match=f"base must be above 1.*got {base}"):
+        RotaryEmbedding(8, layout="half", base=base)
 
 
 def test_an_unknown_layout_is_refused():

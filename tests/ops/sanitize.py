@@ -8,6 +8,7 @@ First each tool has to find a planted error.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def _compiler() -> str:
 
 def _runtime(name: str) -> str:
     """Where the compiler has a library of its own."""
-    command = [_compiler(), f"-print-file-name={name}"]
+    command = [*shlex.split(_compiler()), f"-print-file-name={name}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -144,7 +145,7 @@ def _valgrind(copy: Path) -> bool:
     include = f"-I{copy / 'src/qknorm/csrc'}"
     subprocess.run(
         [
-            _compiler(),
+            *shlex.split(_compiler()),
             "-std=c++17",
             "-O1",
             "-g",

@@ -27,7 +27,7 @@ pytest.importorskip("triton", reason="the Triton backend needs the package trito
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("with a GPU the kernels run on it: benchmarks/gpu.sh", allow_module_level=True)
 
-from qknorm.ops.backends.triton import launch
+from qknorm.ops.backends.triton import launch, problem
 from qknorm.ops.backends.triton import tiles as sizes
 from qknorm.ops.logit_stats import rows_by_stream
 
@@ -209,7 +209,7 @@ def test_the_statistics_alone_equal_the_streamed_ones(problem_name: str, sampled
         tokens, q = at + k.shape[2] - q.shape[2], q[:, :, at]
     arguments = (q, k, tokens, mask.documents, mask.key_padding, mask.causal, mask.window, -0.3)
     for name, actual, wanted in zip(
-        ("max", "log_sum", "entropy", "keys"),
+        ("max", "log_sum", "entropy", "first_logit", "keys", "first_key"),
         launch.logit_stats(*arguments),
         rows_by_stream(*arguments),
         strict=True,
@@ -342,3 +342,18 @@ def test_auto_on_a_gpu_follows_the_table(case: dict[str, Any], name: str) -> Non
 def test_auto_on_a_cpu_is_never_the_interpreter() -> None:
     case = Case(device="cpu", dtype=torch.float32, head_dim=64, value_dim=64)
     assert choose("auto", case).name in ("cpu", "stock")
+
+
+def test_f14_gradients_of_tokens_that_lie_far_apart() -> None:
+    """Offsets within a tile are kept in 32 bits: what lies 2**24 elements apart is copied first."""
+    inputs = make_inputs(HARD["plain"], torch.float16)
+    out = triton_attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+    B, H, T, D = out.shape
+    room = torch.zeros((T - 1) * 2**24 + B * H * D, dtype=torch.float16)  # pages that nobody touches
+    far = room.as_strided((B, H, T, D), (H * D, D, 2**24, 1))
+    far.copy_(inputs.d_out)
+    leaves = list(inputs.leaves.values())
+    wanted = torch.autograd.grad(out, leaves, inputs.d_out, retain_graph=True)
+    assert problem.readable(far).is_contiguous()
+    for a, w in zip(torch.autograd.grad(out, leaves, far), wanted, strict=True):
+        assert torch.equal(a, w)

@@ -73,7 +73,8 @@ RULES: dict[str, Rule] = {
         title="eps",
         severity="warning",
         why="Without an eps inside the root, or below 1e-6, small vectors are blown up and their "
-        "gradients with them; zero gives NaN.",
+        "gradients with them; zero gives NaN. An eps that is not small beside what it is added to makes "
+        "q and k shorter than the gains say.",
         source="pytorch/pytorch 189581, 142848",
         mend="Pass eps = 1e-6 explicitly, added to the mean square.",
     ),
@@ -144,11 +145,11 @@ RULES: dict[str, Rule] = {
         mend="Norm both.",
     ),
     "QK017": Rule(
-        title="scale applied twice",
-        severity="error",
-        why="Logits are multiplied by 1/D where 1/sqrt(D) was meant: attention stays flat.",
-        source="lucidrains/x-transformers 190",
-        mend="Scale once; pass the scale to the kernel explicitly.",
+        title="scale of 1/D",
+        severity="warning",
+        why="Under muP that is right. Otherwise 1/sqrt(D) was applied twice, and attention stays flat.",
+        source="Yang et al. 2022 (arXiv 2203.03466), muP; lucidrains/x-transformers 190",
+        mend="Under muP declare it; otherwise scale once, and pass the scale to the kernel explicitly.",
     ),
     "QK018": Rule(
         title="scale of another width",
@@ -193,6 +194,13 @@ RULES: dict[str, Rule] = {
         "place.",
         source="Su et al. 2021 (arXiv 2104.09864)",
         mend="Rotate q and k alike, by their own positions, with angles in fp32.",
+    ),
+    "QK024": Rule(
+        title="not as expected",
+        severity="error",
+        why="What was read back is another attention than the one that was declared to be meant.",
+        source="your own --expect, or expect=",
+        mend="Mend the model, or the expectation.",
     ),
 }
 

@@ -5,31 +5,19 @@ Shapes: H heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 Key = tuple[str | None, str | None]  # norm and statistic, as in `Formula`
 
-
-def _rms(axes: tuple[int, ...], *, center: bool) -> Callable[[Tensor], Tensor]:
-    def normalize(y: Tensor) -> Tensor:
-        if center:
-            y = y - y.mean(axes, keepdim=True)
-        return y / y.square().mean(axes, keepdim=True).sqrt()
-
-    return normalize
-
-
-# Of `[..., H, D]`. "heads" is a statistic over the same entry of all heads.
-NORMS: dict[Key, Callable[[Tensor], Tensor]] = {
-    (None, None): lambda y: y,
-    ("rms", "head"): _rms((-1,), center=False),
-    ("layer", "head"): _rms((-1,), center=True),
-    ("rms", "full"): _rms((-2, -1), center=False),
-    ("layer", "full"): _rms((-2, -1), center=True),
-    ("rms", "heads"): _rms((-2,), center=False),
-}
+# "heads" is a statistic over the same entry of all heads.
+NORMS: tuple[Key, ...] = (
+    (None, None),
+    ("rms", "head"),
+    ("layer", "head"),
+    ("rms", "full"),
+    ("layer", "full"),
+    ("rms", "heads"),
+)
 
 
 def shares(heads: int) -> list[Key]:
@@ -48,8 +36,19 @@ def axes_of(key: Key) -> tuple[int, ...]:
     return {"head": (-1,), "full": (-2, -1), "heads": (-2,)}.get(key[1] or "head", (-2, -1))
 
 
-def normalized(y: Tensor, key: Key) -> Tensor:
+def centred(y: Tensor, key: Key) -> Tensor:
+    """`by_share`, and without its mean if the norm takes that off."""
+    y = by_share(y, key)
+    return y - y.mean(axes_of(key), keepdim=True) if key[0] == "layer" else y
+
+
+def mean_square(y: Tensor, key: Key) -> Tensor:
+    """What the norm takes the root of, with its axes kept."""
+    return centred(y, key).square().mean(axes_of(key), keepdim=True)
+
+
+def normalized(y: Tensor, key: Key, eps: float = 0.0) -> Tensor:
     """`[..., H, D]`."""
-    if key in NORMS:
-        return NORMS[key](y)
-    return NORMS["rms", "full"](by_share(y, key)).reshape(y.shape)
+    if key[0] is None:
+        return y
+    return (centred(y, key) / (mean_square(y, key) + eps).sqrt()).reshape(y.shape)

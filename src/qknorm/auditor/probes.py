@@ -6,24 +6,20 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from qknorm.auditor import thresholds as at
+from qknorm.auditor.draws import drawn
 from qknorm.auditor.findings import Finding, finding
-from qknorm.auditor.site import Site
+from qknorm.auditor.guard import Guarded, NotUnderstoodError
+from qknorm.auditor.rules import LOW, dtype_of
 from qknorm.auditor.subject import DOCUMENTS, Subject, output
-from qknorm.auditor.trace import HIDDEN
-
-AGREE = {torch.float64: 1e-8, torch.float32: 2e-4}
-AGREE_LOW = 6e-2
-MOVED = 1e-6
-
-
-def _dtype(subject: Subject) -> torch.dtype:
-    return next((p.dtype for p in subject.model.parameters() if p.is_floating_point()), torch.float32)
+from qknorm.auditor.trace import Attention
 
 
 def _other_token(tokens: Tensor) -> Tensor:
@@ -46,69 +42,59 @@ def apart(found: Tensor, base: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-class Leaks:
-    """Which outputs move when a token that they must not see is another one."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.not_probed: list[str] = []
-
-    def find(self) -> Iterator[tuple[str, str, float]]:
-        """(path, what leaks, relative size)."""
-        s = self.subject
-        if s.tokens is None or len(s.inputs[s.tokens].unique()) < 2:
-            self.not_probed.append("leaks: the model takes no tokens")
-            return
-        for path in s.paths:
-            if path == "decode":
-                continue  # a decoded token has no later ones
-            base = s.run(path)
-            if base.dim() < 3 or base.shape[:2] != s.inputs[s.tokens].shape:
-                self.not_probed.append(f"leaks of {path}: its output has no row per token")
-                continue
-            real = s.real()
+def _leaks(subject: Subject, not_probed: list[str]) -> Iterator[tuple[str, str, float]]:
+    """Which outputs move when a token that they must not see is another one: path, what leaks, how far
+    outputs move relative to their size."""
+    if subject.tokens is None or len(subject.inputs[subject.tokens].unique()) < 2:
+        not_probed.append("leaks: the model takes no tokens")
+        return
+    shape, real = subject.inputs[subject.tokens].shape, subject.real()
+    for path in subject.paths:
+        if path == "decode":
+            continue  # a decoded token has no later ones
+        with Guarded(not_probed, f"leaks of {path}"):
+            base = subject.run(path)
+            if base.dim() < 3 or base.shape[:2] != shape:
+                raise NotUnderstoodError("its output has no row per token")
             if not bool((base if real is None else base[real.to(base.device)]).isfinite().all()):
-                self.not_probed.append(f"leaks of {path}: its outputs are not finite")
-            for what, size in self._of(path, base):
-                if size > MOVED:
+                not_probed.append(f"leaks of {path}: its outputs are not finite")
+            for what, size in _leaks_of(subject, path, base):
+                if size > at.MOVED:
                     yield path, what, size
 
-    def _of(self, path: str, base: Tensor) -> Iterator[tuple[str, float]]:
-        s = self.subject
-        assert s.tokens is not None
-        tokens: Tensor = s.inputs[s.tokens]
-        other = _other_token(tokens)
-        T = tokens.shape[1]
-        known = s.real()
-        real = torch.ones(tokens.shape, dtype=torch.bool) if known is None else known
-        documents = s.name_of(DOCUMENTS)
 
-        def moved(changed: Tensor, among: Tensor) -> Tensor:
-            assert s.tokens is not None
-            return torch.where(among, apart(s.run(path, {s.tokens: changed}), base), 0.0)
+def _leaks_of(s: Subject, path: str, base: Tensor) -> Iterator[tuple[str, float]]:
+    name = str(s.tokens)
+    tokens: Tensor = s.inputs[name]
+    other = _other_token(tokens)
+    T = tokens.shape[1]
+    known = s.real()
+    real = torch.ones(tokens.shape, dtype=torch.bool, device="cpu") if known is None else known
+    documents = s.name_of(DOCUMENTS)
 
-        influence = {}
-        for t in {T - 1, T // 2}:
-            changed = tokens.clone()
-            changed[:, t] = other[:, t]
-            influence[t] = moved(changed, real)[:, :t]
-        hidden = torch.cat([(m <= MOVED).double().flatten() for m in influence.values()])
-        if s.has_decode or float(hidden.mean()) > 0.5:
-            yield "a later token", max(float(m.max()) for m in influence.values() if m.numel())
-        if documents is not None:
-            ids: Tensor = s.inputs[documents]
-            changed = torch.where(ids == ids[:, :1], other, tokens)
-            yield "another document", float(moved(changed, (ids != ids[:, :1]).cpu() & real).max())
-        if not bool(real.all()):
-            changed = torch.where(real.to(tokens.device), tokens, other)
-            yield "padding", float(moved(changed, real).max())
+    def moved(changed: Tensor, among: Tensor) -> Tensor:
+        return torch.where(among, apart(s.run(path, {name: changed}), base), 0.0)
+
+    influence = {}
+    for t in {T - 1, T // 2}:
+        changed = tokens.clone()
+        changed[:, t] = other[:, t]
+        influence[t] = moved(changed, real)[:, :t]
+    hidden = torch.cat([(m <= at.MOVED).double().flatten() for m in influence.values()])
+    if "decode" in s.paths or float(hidden.mean()) > at.IS_CAUSAL:
+        yield "a later token", max(float(m.max()) for m in influence.values() if m.numel())
+    if documents is not None:
+        ids: Tensor = s.inputs[documents]
+        changed = torch.where(ids == ids[:, :1], other, tokens)
+        yield "another document", float(moved(changed, (ids != ids[:, :1]).cpu() & real).max())
+    if not bool(real.all()):
+        changed = torch.where(real.to(tokens.device), tokens, other)
+        yield "padding", float(moved(changed, real).max())
 
 
 def find_leaks(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
     """QK014 on the path that the model takes by itself, QK019 on another that leaks what it does not."""
-    leaks = Leaks(subject)
-    found = list(leaks.find())
-    not_probed += leaks.not_probed
+    found = list(_leaks(subject, not_probed))
     default = next(iter(subject.paths))
     own = {what for path, what, _ in found if path == default}
     for path, what, size in found:
@@ -124,46 +110,46 @@ def find_leaks(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
 def find_disagreement(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
     """QK015: outputs of real tokens that differ between paths."""
     default, *others = subject.paths
-    tolerance = AGREE.get(_dtype(subject), AGREE_LOW)
+    dtype = dtype_of(subject.model)
+    tolerance = at.AGREE if dtype == torch.float32 else at.AGREE_LOW
+    tolerance = at.AGREE_WIDE if dtype == torch.float64 else tolerance
     base, real = subject.run(default), subject.real()
     for path in others:
-        try:
+        with Guarded(not_probed, f"path {path}"):
             found = subject.run(path)
-        except Exception as error:
-            not_probed.append(f"path {path} raised {type(error).__name__}: {str(error)[:200]}")
-            continue
-        if found.shape != base.shape:
-            not_probed.append(f"path {path} returns another shape than {default}")
-            continue
-        difference = apart(found, base)
-        if real is not None and difference.shape == real.shape:
-            difference = torch.where(real, difference, 0.0)
-        worst = float(difference.max())
-        if worst == torch.inf:
-            yield finding("QK015", None, f"one of {path} and {default} is not finite", path=path)
-        elif worst >= tolerance:
-            text = f"{path} and {default} differ by {worst:.1e} of the outputs' size"
-            yield finding("QK015", None, text, difference=worst, path=path)
+            if found.shape != base.shape:
+                raise NotUnderstoodError(f"it returns another shape than {default}")
+            difference = apart(found, base)
+            if real is not None and difference.shape == real.shape:
+                difference = torch.where(real, difference, 0.0)
+            worst = float(difference.max())
+            if worst == torch.inf:
+                yield finding("QK015", None, f"one of {path} and {default} is not finite", path=path)
+            elif worst >= tolerance:
+                text = f"{path} and {default} differ by {worst:.1e} of the outputs' size"
+                yield finding("QK015", None, text, difference=worst, path=path)
 
 
-def is_relative(subject: Subject) -> float | None:
-    """How far outputs move when all positions shift; None if the model takes no positions."""
+def find_shifts(subject: Subject) -> Iterator[Finding]:
+    """QK023: outputs that move when all positions shift."""
     name = subject.positions()
     if name is None or subject.tokens is None:
-        return None
+        return
     tokens = subject.inputs[subject.tokens]
     given = subject.inputs.get(name)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     positions = positions if given is None else given
     base = subject.run(None, {name: positions})
-    return float(apart(subject.run(None, {name: positions + 7}), base).max())
+    moved = float(apart(subject.run(None, {name: positions + 7}), base).max())
+    if moved > (at.SHIFTED_LOW if dtype_of(subject.model) in LOW else at.SHIFTED):
+        yield finding("QK023", None, f"shifting all positions moves outputs by {moved:.1e}", moved=moved)
 
 
 def _of_attention(subject: Subject, layers: Iterable[str]) -> dict[nn.Parameter, str]:
     """Parameters of attention by layer path."""
     found: dict[nn.Parameter, str] = {}
     for path in layers:
-        for parameter in subject.model.get_submodule(path).parameters():
+        for parameter in subject.model.get_submodule(path.split(" #")[0]).parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 found.setdefault(parameter, path)
     return found
@@ -200,13 +186,13 @@ def _slopes(
         for p in others:
             p.requires_grad_(False)
         with torch.enable_grad():
-            x = output(subject.paths[path](**subject.inputs))
+            x = subject.run(path)
             if rows is not None:
                 x = x[rows.to(x.device)]
             elif x.dim() == 3:
                 x = x[:, -1]
-            weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x)
-            torch.autograd.backward((x * weight).sum(), inputs=list(found))
+            if x.requires_grad:
+                torch.autograd.backward((x * drawn(x.shape, 2).to(x)).sum(), inputs=list(found))
     finally:
         for handle in handles:
             handle.remove()
@@ -217,12 +203,28 @@ def _slopes(
     return found
 
 
-def blind_rows(site: Site, others: Tensor | None) -> Tensor | None:
+@contextmanager
+def _awake(model: nn.Module, idle: Collection[nn.Parameter]) -> Iterator[None]:
+    """Some noise in the other parameters that are all 0, through which no gradient passes: that is how
+    LoRA and the last projection of many blocks begin."""
+    zeros = [p for p in model.parameters() if p.is_floating_point() and p not in idle and not p.any()]
+    before = [p.detach().clone() for p in zeros]
+    with torch.no_grad():
+        for n, p in enumerate(zeros):
+            p.copy_(drawn(p.shape, n, 0.1))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(zeros, before, strict=True):
+                p.copy_(value)
+
+
+def blind_rows(attention: Attention, others: Tensor | None) -> Tensor | None:
     """`[B, T]`, the tokens that see no key here, and those of other layers."""
-    logits = site.attention.logits
-    if logits is None:
+    if attention.logits is None:
         return others
-    rows = (logits <= HIDDEN).all(-1).any(1).cpu()
+    rows = (attention.logits <= at.HIDDEN).all(-1).any(1).cpu()
     return rows if others is None or others.shape != rows.shape else others | rows
 
 
@@ -239,24 +241,20 @@ def find_poison(
     for path in subject.paths:
         if path == "decode":
             continue
-        base = subject.run(path)
-        if base.dim() < 3 or base.shape[:2] != rows.shape:
-            not_probed.append(f"rows that see no key, on {path}: its output has no row per token")
-            continue
-        what = f"on {path}, tokens that see no key make"
-        if not bool(base[rows.to(base.device)].isfinite().all()):
-            yield finding("QK014", None, f"{what} outputs of others NaN", path=path)
-            continue
-        try:
+        with Guarded(not_probed, f"rows that see no key, on {path}"):
+            base = subject.run(path)
+            if base.dim() < 3 or base.shape[:2] != rows.shape:
+                raise NotUnderstoodError("its output has no row per token")
+            what = f"on {path}, tokens that see no key make"
+            if not bool(base[rows.to(base.device)].isfinite().all()):
+                yield finding("QK014", None, f"{what} outputs of others NaN", path=path)
+                continue
             slopes = _slopes(subject, parameters, path, rows) if parameters else {}
-        except RuntimeError as error:
-            not_probed.append(f"gradients through {path}: {str(error).splitlines()[0][:200]}")
-            continue
-        spoilt = next((p for p, slope in slopes.items() if not slope.is_finite), None)
-        if spoilt is not None:
-            name = names[spoilt]
-            text = f"{what} the gradient of {name} NaN, though others alone are in the loss"
-            yield finding("QK014", parameters[spoilt], text, parameter=name, path=path)
+            spoilt = next((p for p, slope in slopes.items() if not slope.is_finite), None)
+            if spoilt is not None:
+                name = names[spoilt]
+                text = f"{what} the gradient of {name} NaN, though others alone are in the loss"
+                yield finding("QK014", parameters[spoilt], text, parameter=name, path=path)
 
 
 def find_idle(
@@ -273,12 +271,14 @@ def find_idle(
     decoding = [p for p, layer in parameters.items() if layer in list(layers)[-1:]]
     said: set[tuple[str, str]] = set()
     for path in subject.paths if parameters else ():
-        try:
+        idle: dict[nn.Parameter, _Slope] = {}
+        with Guarded(not_probed, f"gradients through {path}"):
             slopes = _slopes(subject, decoding if path == "decode" else parameters, path, None)
-        except RuntimeError as error:
-            not_probed.append(f"gradients through {path}: {str(error).splitlines()[0][:200]}")
-            continue
-        for parameter in (p for p, slope in slopes.items() if not slope.moves):
+            idle = {p: slope for p, slope in slopes.items() if not slope.moves}
+            if idle:
+                with _awake(subject.model, idle):
+                    idle = _slopes(subject, idle, path, None)
+        for parameter in (p for p, slope in idle.items() if not slope.moves):
             layer = parameters[parameter]
             heads, width = layers[layer]
             is_sink = parameter.numel() == heads and heads != width
@@ -291,23 +291,17 @@ def find_idle(
                 yield finding(code, layer, text, parameter=names[parameter], path=path)
 
 
-def find_useless_clip(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
+def find_useless_clip(subject: Subject) -> Iterator[Finding]:
     """QK012: `model.qk_clip_(max_logit)` in a model whose norms undo it."""
     if not callable(getattr(subject.model, "qk_clip_", None)):
         return
     model = copy.deepcopy(subject.model)
     with torch.no_grad():
         before = output(model(**subject.inputs))
-        try:
-            model.qk_clip_(1e-3)  # type: ignore[operator]
-        except Exception as error:  # it is another's, with other arguments
-            not_probed.append(f"qk_clip_ raised {type(error).__name__}: {str(error)[:200]}")
-            return
-        weights = any(
-            not torch.equal(a, b)
-            for a, b in zip(model.parameters(), subject.model.parameters(), strict=True)
-        )
+        model.qk_clip_(1e-3)  # type: ignore[operator]
+        pairs = zip(model.parameters(), subject.model.parameters(), strict=True)
+        is_felt = any(not torch.equal(a, b) for a, b in pairs)
         moved = float(apart(output(model(**subject.inputs)), before).max())
-    if weights and moved < 1e-2:
+    if is_felt and moved < at.CLIPPED:
         text = f"clipping logits to 0.001 moves outputs by {moved:.1e} only"
         yield finding("QK012", None, text, moved=moved)

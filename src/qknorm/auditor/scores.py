@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qknorm.auditor.site import Site
-from qknorm.auditor.trace import HIDDEN, Attention
+from qknorm.auditor import thresholds as at
+from qknorm.auditor.draws import drawn
+from qknorm.auditor.site import Site, nudged
+from qknorm.auditor.trace import Attention
 
-EXACT = 1e-4  # the relative residual of a straight line
 FAR = 30.0  # standard deviation of raw entries that drives logits into any cap or clamp in use
 
 
@@ -25,19 +26,22 @@ class Scores:
         scale: of q.k as it is multiplied; None if no line, soft-cap or clamp explains the logits.
         softcap: c of `c tanh(s / c)`.
         limit: at which logits are clamped.
-        causal: no later token is seen.
+        causal: no later token is seen; None where no logits are.
         window: how many keys a query sees at most, itself included; None for all.
-        sink: whether the softmax has one more column than there are keys.
+        is_plain: whether nothing else hides keys, such as padding.
+        sink: what the softmax has beside the keys: None, "off_by_one" (a logit of 0), "logit", or
+            "token", whose logit depends on the query.
         has_bias: whether something is added that depends on neither q nor k.
     """
 
     scale: float | None
     softcap: float | None
     limit: float | None
-    causal: bool
+    causal: bool | None
     window: int | None
-    sink: bool
+    sink: str | None
     has_bias: bool = False
+    is_plain: bool = True
 
 
 def read_scores(site: Site, *, normed: bool) -> Scores:
@@ -45,9 +49,9 @@ def read_scores(site: Site, *, normed: bool) -> Scores:
     spread = 1.0 if normed else 3.0
     attention = _ask(site, spread)
     if attention.logits is None:
-        return Scores(scale=None, softcap=None, limit=None, causal=False, window=None, sink=False)
+        return Scores(scale=None, softcap=None, limit=None, causal=None, window=None, sink=None)
     logits, dots = attention.logits, products(attention)
-    visible = logits > HIDDEN
+    visible = logits > at.HIDDEN
     scale, softcap, limit = _line(dots[visible], logits[visible])
     if not normed and scale is not None and softcap is None and limit is None:
         far = _ask(site, FAR)
@@ -56,27 +60,49 @@ def read_scores(site: Site, *, normed: bool) -> Scores:
     if scale is None:
         # A softmax does not mind what its rows are shifted by, such as their maximum.
         scale = _shifted_line(dots, logits, visible)
-    other = _ask(site, spread, seed=12) if scale is None else None
+    other = _ask(site, spread, seed=30) if scale is None else None
     if other is not None and other.logits is not None and other.logits.shape == logits.shape:
         # A bias of positions, as of ALiBi, is the same for other q and k.
         scale = _shifted_line(dots - products(other), logits - other.logits, visible)
-    causal, window = _mask(visible)
+    causal, window, is_plain = _mask(visible)
     return Scores(
         scale=scale,
         softcap=softcap,
         limit=limit,
         causal=causal,
         window=window,
-        sink=attention.sink,
+        sink=_sink(site, spread, attention.sink),
         has_bias=other is not None and scale is not None,
+        is_plain=is_plain,
     )
 
 
-def _ask(site: Site, spread: float, seed: int = 11) -> Attention:
-    generator = torch.Generator().manual_seed(seed)
-    raw = [spread * torch.randn(site.raw_shape(side), generator=generator) for side in ("q", "k")]
+def _ask(site: Site, spread: float, seed: int = 20) -> Attention:
+    raw = [drawn(site.raw_shape(side), seed + n, spread) for n, side in enumerate(("q", "k"))]
     with torch.no_grad():
         return site.ask(site.compose(*raw))
+
+
+def _sink(site: Site, spread: float, found: Tensor | None) -> str | None:
+    """The kind of a sink, from its logits for other q and k, and for other parameters."""
+    if found is None:
+        return None
+
+    def moves() -> bool:
+        again = _ask(site, spread, seed=30).sink
+        return again is None or bool(((again - found).abs() > at.SINK_MOVES).any())
+
+    if moves():
+        return "token"
+    if bool((found.abs() > at.SINK_MOVES).any()):
+        return "logit"
+    # A learnable one may happen to be 0.
+    for parameter in site.module.parameters():
+        if parameter.numel() in (1, site.q_heads):
+            with nudged(parameter, (0,) * parameter.dim()):
+                if moves():
+                    return "logit"
+    return "off_by_one"
 
 
 def products(attention: Attention) -> Tensor:
@@ -97,14 +123,14 @@ def _line(dots: Tensor, logits: Tensor) -> tuple[float | None, float | None, flo
 
     everything = torch.ones_like(dots, dtype=torch.bool)
     scale = slope(everything)
-    if residual(scale * dots, everything) < EXACT:
+    if residual(scale * dots, everything) < at.LINE:
         return scale, None, None
     top = float(logits.abs().max())
     at_top = logits.abs() >= top * (1 - 1e-6)
-    if int(at_top.sum()) > max(4, 0.001 * logits.numel()):
+    if int(at_top.sum()) > max(4, at.CLAMPED_LOGITS * logits.numel()):
         free = ~at_top
         scale = slope(free)
-        if residual(scale * dots, free) < EXACT:
+        if residual(scale * dots, free) < at.LINE:
             return scale, None, top
     small = dots.abs() <= dots.abs().quantile(0.02) if dots.numel() < 10**6 else dots.abs() < 1.0
     scale = slope(small)
@@ -118,7 +144,7 @@ def _line(dots: Tensor, logits: Tensor) -> tuple[float | None, float | None, flo
         else:
             low = a
     cap = (low * high) ** 0.5
-    if residual(cap * (scale * dots / cap).tanh(), everything) < 20 * EXACT:
+    if residual(cap * (scale * dots / cap).tanh(), everything) < at.SOFTCAP:
         return scale, cap, None
     return None, None, None
 
@@ -130,18 +156,19 @@ def _shifted_line(dots: Tensor, logits: Tensor, visible: Tensor) -> float | None
         for t in (dots, logits)
     )
     scale = float((x * y).sum() / x.square().sum().clamp(min=1e-30))
-    return scale if float((scale * x - y).norm() / y.norm().clamp(min=1e-30)) < EXACT else None
+    return scale if float((scale * x - y).norm() / y.norm().clamp(min=1e-30)) < at.LINE else None
 
 
-def _mask(visible: Tensor) -> tuple[bool, int | None]:
-    """Causal, and the window if it is one."""
+def _mask(visible: Tensor) -> tuple[bool, int | None, bool]:
+    """Causal, the window if it is one, and whether that explains who sees whom."""
     T, Tk = visible.shape[-2:]
     if T < 2 or Tk != T:
-        return False, None
+        return False, None, bool(visible.all())
     seen = visible.any(0).any(0)
-    distance = torch.arange(T)[:, None] - torch.arange(T)
+    token = torch.arange(T, device=visible.device)
+    distance = token[:, None] - token
     causal = not bool(seen[distance < 0].any())
     width = int(seen[-1].sum())
     inside = (distance.abs() < width) if not causal else (distance >= 0) & (distance < width)
-    window = width if width < T and bool((visible == inside).all()) else None
-    return causal, window
+    is_plain = bool((visible == inside).all())
+    return causal, width if width < T and is_plain else None, is_plain

@@ -12,23 +12,25 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
+from qknorm.auditor import thresholds as at
+from qknorm.auditor.draws import drawn
+from qknorm.auditor.guard import Guarded, NotUnderstoodError
 from qknorm.auditor.trace import Attention, Frame, Trace, run
 
+STEP = 0.5  # by which an entry of a parameter is moved to see what follows
 SAMPLES = 128  # by which a column is told from thousands of others
 FEWEST_DRAWS = 16
-ALIKE = 0.5  # the least correlation of an entry with its column
-
-
-class NotUnderstoodError(Exception):
-    """This attention cannot be asked, and why."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Site:
     """An attention and the smallest module that holds its projections.
 
     Attributes:
-        path: of that module.
-        module: it, in fp32 or wider, or a copy that is.
+        path: of the smallest module in which q is projected; a number follows if it attends repeatedly.
+        original: the smallest module that holds the projections; module: the same in fp32 or wider.
         args, kwargs: what it was called with, in that dtype; original_arguments: in the model's own.
         q_heads, kv_heads, head_dim: Hq, Hk, D.
         key_heads: which of the heads of k as multiplied are distinct, `[Hk]`.
@@ -58,13 +60,14 @@ class Site:
         outputs: of the feeders, `[B, T, N]`; shapes: as they came; parameters: their weights.
     """
 
-    path: str
+    original: nn.Module
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     original_arguments: tuple[tuple[Any, ...], dict[str, Any]]
     occurrence: int
     attention: Attention
+    path: str = ""
     q_heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
@@ -91,6 +94,15 @@ class Site:
         x = self.attention.q if side == "q" else self.attention.k
         return (self.batch, x.shape[2], *self.columns(side).column.shape)
 
+    def raw(self, side: str) -> Tensor:
+        """What one side's columns held for the inputs of the model, `[B, T, H, D]`."""
+        columns = self.columns(side)
+        found = self.attention.q.new_zeros(self.raw_shape(side))
+        for product in columns.product.unique().tolist():
+            here = columns.product == product
+            found[:, :, here] = self.outputs[product][:, :, columns.column[here]].to(found)
+        return found
+
     @property
     def batch(self) -> int:
         """B."""
@@ -107,7 +119,8 @@ class Site:
                 return compute()
             cast = torch.is_autocast_enabled(parameter.device.type) or not parameter.is_floating_point()
             x = chosen[index].to(compute() if cast else parameter)  # of its dtype, on its device
-            return (x.transpose(0, 1) if index in self.token_first else x).reshape(self.shapes[index])
+            x = x.transpose(0, 1) if index in self.token_first else x
+            return x.reshape(self.shapes[index]).clone()  # what the module may write into
 
         return self._run(override, module)
 
@@ -124,13 +137,13 @@ class Site:
                 made[product][:, :, columns.column[here]] = value[:, :, here].to(made[product])
         return made
 
-    def q_and_k(
-        self, q: Tensor | None = None, k: Tensor | None = None, *, module: nn.Module | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """q `[B, T, Hq, D]` and the distinct heads of k as they are multiplied, from raw ones."""
+    def answers(self, side: str, raw: Tensor, *, module: nn.Module | None = None) -> Tensor:
+        """q, or the distinct heads of k, as they are multiplied, `[B, T, H, D]` in fp64, for raw ones of
+        the same shape."""
         with torch.no_grad():
-            found = self.ask(self.compose(q, k), module=module)
-        return found.q.transpose(1, 2), found.k[:, self.key_heads].transpose(1, 2)
+            found = self.ask(self.compose(**{side: raw}), module=module)
+        x = found.q if side == "q" else found.k[:, self.key_heads]
+        return x.transpose(1, 2).double()
 
     def _run(
         self,
@@ -140,62 +153,59 @@ class Site:
     ) -> Attention:
         module = module or self.module
         trace = Trace(module, override, stop_after=self.occurrence + 1)
-        args, kwargs = (self.args, self.kwargs) if module is self.module else self.original_arguments
-        run(trace, module, args, kwargs)
+        told = (self.args, self.kwargs) if module is self.module else self.original_arguments
+        run(trace, module, *_copied(told))
         if len(trace.attentions) <= self.occurrence:
             raise NotUnderstoodError(f"{self.path} attends only once when it is called again")
         if products is not None:
             products.update({one.index: one.parameter for one in trace.products})
         attention = trace.attentions[self.occurrence]
+        attention.to_cpu()
         _split_batch(attention, self.in_batch)
         return attention
 
 
-def find_sites(attentions: list[Attention], refused: dict[str, str]) -> Iterator[Site]:
+def find_sites(attentions: list[Attention], refused: dict[str, list[str]]) -> Iterator[Site]:
     """The sites of a run one by one, for each may hold a copy of its module; why others are none is
     noted by path."""
+    seen: Counter[str] = Counter()
     for attention in attentions:
-        if attention.v is None:
+        reasons: list[str] = []
+        site = None
+        with Guarded(reasons, "it"):
+            site = _site(attention, attentions)
+        if site is None:
+            refused.setdefault(attention.path, []).extend(reasons)
             continue
-        try:
-            yield _site(attention, attentions)
-        except NotUnderstoodError as error:
-            refused[attention.path] = str(error)
+        seen[site.path] += 1
+        if seen[site.path] > 1:
+            site.path = f"{site.path} #{seen[site.path]}"
+        yield site
 
 
 def _site(attention: Attention, attentions: list[Attention]) -> Site:
+    path = None
     for frame in reversed(attention.frames):
         if attention.last_product == frame.first_product:
             continue  # no projection in it
         inside = [a for a in attentions if any(f is frame for f in a.frames)]
         occurrence = next(i for i, a in enumerate(inside) if a is attention)
         site = _in_fp32(frame, occurrence, attention)
-        if _understand(site):
+        found = _understand(site)
+        path = frame.path if path is None and "q" in found else path
+        if path is not None and found == {"q", "k"}:
+            site.path = path
             return site
     raise NotUnderstoodError("no linear projection was seen to lead to its q and k")
 
 
 def _in_fp32(frame: Frame, occurrence: int, attention: Attention) -> Site:
-    module, args, kwargs = frame.module, frame.args, frame.kwargs
+    module, told = frame.module, (frame.args, frame.kwargs)
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if dtypes & {torch.float16, torch.bfloat16}:
         module = copy.deepcopy(module).float()
-        args, kwargs = _wide((args, kwargs))
-    original = (frame.args, frame.kwargs)
-    args, kwargs = _detached((args, kwargs))
-    return Site(frame.path, module, args, kwargs, original, occurrence, attention)
-
-
-def _map(value: Any, change: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_map(item, change) for item in value)
-    if isinstance(value, list):
-        return [_map(item, change) for item in value]
-    if isinstance(value, dict):
-        return {key: _map(item, change) for key, item in value.items()}
-    return value
+        told = _wide(told)
+    return Site(frame.module, module, *told, (frame.args, frame.kwargs), occurrence, attention)
 
 
 def _wide(value: Any) -> Any:
@@ -211,33 +221,48 @@ def _wide(value: Any) -> Any:
             made[id(x)] = x.float().masked_fill(hides, torch.finfo(torch.float32).min)
         return made[id(x)]
 
-    return _map(value, change)
+    return tree_map_only(Tensor, change, value)
 
 
-def _detached(value: Any) -> Any:
-    """What was one tensor stays one: modules ask whether their query is their key."""
+def _copied(value: Any) -> Any:
+    """Without a graph, and for the module to write into. What was one tensor stays one: modules ask
+    whether their query is their key."""
     made: dict[int, Tensor] = {}
-    return _map(value, lambda x: made.setdefault(id(x), x.detach()))
+    return tree_map_only(Tensor, lambda x: made.setdefault(id(x), x.detach().clone()), value)
+
+
+@contextmanager
+def nudged(parameter: nn.Parameter, entry: tuple[int, ...]) -> Iterator[None]:
+    """One entry moved, and put back to the bit."""
+    with torch.no_grad():
+        before = parameter[entry].clone()
+        parameter[entry] += STEP
+        try:
+            yield
+        finally:
+            parameter[entry] = before
 
 
 @torch.enable_grad()
-def _understand(site: Site) -> bool:
-    """Fill in heads and columns; False if no projection of this module leads to q and k."""
+def _understand(site: Site) -> set[str]:
+    """Of q and k, those to which projections of this module lead; if both, fill in heads and columns."""
     leaves: dict[int, Tensor] = {}
     products: dict[int, nn.Parameter] = {}
 
     def cut(index: int, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor:
         leaves[index] = compute().detach().requires_grad_()
-        return leaves[index]
+        return leaves[index].clone()  # which may be written into, as a leaf may not
 
     attention = site._run(cut, products=products)
     q, k, v = attention.q, attention.k, attention.v
     assert v is not None
     order = sorted(leaves)
     direct = [_gradients(x, [leaves[i] for i in order]) for x in (q, k, v)]
-    if any(all(g is None for g in found) for found in direct[:2]):
-        return False
-    site.feeders = [i for i, *gs in zip(order, *direct, strict=True) if any(g is not None for g in gs)]
+    led = {name for name, found in zip("qk", direct, strict=False) if any(g is not None for g in found)}
+    if len(led) < 2:
+        return led
+    grads = {i: gs for i, *gs in zip(order, *direct, strict=True) if any(g is not None for g in gs)}
+    site.feeders = list(grads)
     site.in_batch = _heads_in_batch(q, [leaves[i] for i in site.feeders])
     _split_batch(attention, site.in_batch)
     site.attention = attention
@@ -258,9 +283,40 @@ def _understand(site: Site) -> bool:
         site.shapes[index] = leaf.shape
         site.outputs[index] = _rows(site, index, leaf)
         site.parameters[index] = products[index]
-    feeding = [[i for i, g in zip(order, found, strict=True) if g is not None] for found in direct[:2]]
+    addends = _addends(site, grads)
+    for index, (main, factor) in addends.items():
+        site.outputs[main] = site.outputs[main] + factor * site.outputs[index]
+        site.outputs[index] = torch.zeros_like(site.outputs[index])
+    feeding = [[i for i in grads if grads[i][n] is not None and i not in addends] for n in range(2)]
     site.q, site.k = _columns(site, feeding)
-    return True
+    return led
+
+
+def _addends(site: Site, grads: dict[int, list[Tensor | None]]) -> dict[int, tuple[int, float]]:
+    """Products that do nothing but add to one with a larger weight, as those of LoRA do, which one that
+    is, and times what they are added: whatever depends on both has proportional gradients."""
+
+    def factor(i: int, main: int) -> float | None:
+        ratio = None
+        for a, b in zip(grads[i], grads[main], strict=True):
+            if a is None and b is None:
+                continue
+            if a is None or b is None or a.shape != b.shape:
+                return None
+            ratio = float((a * b).sum() / b.square().sum())
+            if float((a - ratio * b).norm()) > at.SAME * float(a.norm()):
+                return None
+        return ratio
+
+    found = {}
+    by_size = sorted(grads, key=lambda i: (-site.parameters[i].numel(), i))
+    for n, i in enumerate(by_size):
+        for main in by_size[:n]:
+            times = None if main in found else factor(i, main)
+            if times is not None:
+                found[i] = main, times
+                break
+    return found
 
 
 def _heads_in_batch(q: Tensor, leaves: list[Tensor]) -> int:
@@ -289,6 +345,8 @@ def _split_batch(attention: Attention, heads: int) -> None:
     attention.q, attention.k, attention.v = map(split, (attention.q, attention.k, attention.v))
     if attention.logits is not None:
         attention.logits = split(attention.logits)
+    if attention.sink is not None:
+        attention.sink = split(attention.sink)
 
 
 def _is_token_first(q: Tensor, k: Tensor, v: Tensor, leaf: Tensor) -> bool:
@@ -314,13 +372,12 @@ def _columns(site: Site, feeding: list[list[int]]) -> tuple[Columns, Columns]:
     """For q and k the column with which each entry of the first token goes up and down most, whatever
     else it depends on, while random columns are drawn: an entry of a norm with the column of its own, a
     clamped one too. What differs from sequence to sequence and not from draw to draw is taken off."""
-    generator = torch.Generator().manual_seed(0)
-    raws: dict[int, list[Tensor]] = {i: [] for i in site.outputs}
+    raws: dict[int, list[Tensor]] = {i: [] for some in feeding for i in some}
     answers: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for _ in range(max(FEWEST_DRAWS, math.ceil(SAMPLES / site.batch) + 1)):
-        drawn = {i: torch.randn(y.shape, generator=generator) for i, y in site.outputs.items()}
-        attention = site.ask(drawn)
-        for i, y in drawn.items():
+    for n in range(max(FEWEST_DRAWS, math.ceil(SAMPLES / site.batch) + 1)):
+        drawing = {i: drawn(site.outputs[i].shape, 10_000 * n + i) for i in raws}
+        attention = site.ask(drawing)
+        for i, y in drawing.items():
             raws[i].append(y[:, 0])
         for answer, x in zip(answers, (attention.q, attention.k[:, site.key_heads]), strict=True):
             answer.append(x[:, :, 0].flatten(1).float().nan_to_num())
@@ -329,15 +386,17 @@ def _columns(site: Site, feeding: list[list[int]]) -> tuple[Columns, Columns]:
         y = _centred(answer)
         likeness = torch.cat([(y.mT @ _centred(raws[i])).abs() for i in some], 1)  # [H * D, all N]
         best, top = likeness.max(1)
-        if float(best.min()) < ALIKE or len(top.unique()) != len(top):
+        if float(best.min()) < at.ALIKE or len(top.unique()) != len(top):
             raise NotUnderstoodError(
                 "the columns of its projections do not match the entries of its heads"
             )
-        ends = torch.tensor([raws[i][0].shape[1] for i in some]).cumsum(0)
+        ends = torch.tensor([raws[i][0].shape[1] for i in some], device=top.device).cumsum(0)
         place = torch.searchsorted(ends, top, right=True)
         column = top - torch.where(place > 0, ends[(place - 1).clamp(min=0)], 0)
         shape = (heads, site.head_dim)
-        found.append(Columns(torch.tensor(some)[place].view(shape), column.view(shape)))
+        found.append(
+            Columns(torch.tensor(some, device=top.device)[place].view(shape), column.view(shape))
+        )
     return found[0], found[1]
 
 
@@ -351,8 +410,9 @@ def _centred(draws: list[Tensor]) -> Tensor:
 def _gradients(x: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
     if not x.requires_grad:
         return [None] * len(leaves)
-    weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
-    found = torch.autograd.grad((x * weight).sum(), leaves, retain_graph=True, allow_unused=True)
+    found = torch.autograd.grad(
+        (x * drawn(x.shape, 0).to(x)).sum(), leaves, retain_graph=True, allow_unused=True
+    )
     return [g if g is not None and bool(g.any()) else None for g in found]
 
 
@@ -372,4 +432,4 @@ def _distinct_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if same == len(first):
             first.append(head)
         which.append(same)
-    return torch.tensor(first), torch.tensor(which)
+    return torch.tensor(first, device=k.device), torch.tensor(which, device=k.device)

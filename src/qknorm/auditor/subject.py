@@ -9,17 +9,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qknorm.auditor import transformers_paths
 from qknorm.auditor.trace import tensors_of
 
 POSITIONS = ("positions", "position_ids", "pos")
 PADDING = ("key_padding", "attention_mask", "padding_mask")
 DOCUMENTS = ("documents", "document_ids", "segment_ids", "seq_idx")
+
+VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 Call = Callable[..., Any]
 
@@ -29,17 +32,18 @@ class Subject:
     """A model in evaluation mode.
 
     Attributes:
-        inputs: keyword arguments.
+        inputs: keyword arguments of the paths.
         tokens: the name of the token ids, int `[B, T]`; None for a model of something else.
-        paths: ways from the inputs to the output by name; the first is how the model runs by itself.
-        has_decode: whether one of them decodes with a cache.
+        paths: ways from the inputs to the output by name; the first is how the model runs by itself, and
+            "decode" is one with a cache.
+        windows: of attention, as the model's configuration names them.
     """
 
     model: nn.Module
     inputs: dict[str, Any]
     tokens: str | None
-    paths: dict[str, Call] = field(default_factory=dict)
-    has_decode: bool = False
+    paths: dict[str, Call]
+    windows: list[int]
 
     def name_of(self, kinds: tuple[str, ...]) -> str | None:
         """The argument of the inputs that is called so."""
@@ -54,7 +58,7 @@ class Subject:
         padding, documents = self.name_of(PADDING), self.name_of(DOCUMENTS)
         if self.tokens is None or (padding is None and documents is None):
             return None
-        real = torch.ones(self.inputs[self.tokens].shape, dtype=torch.bool)
+        real = torch.ones(self.inputs[self.tokens].shape, dtype=torch.bool, device="cpu")
         if padding is not None and self.inputs[padding].shape == real.shape:
             real = real & self.inputs[padding].bool().cpu()
         if documents is not None and self.inputs[documents].shape == real.shape:
@@ -79,30 +83,67 @@ def called(model: nn.Module, call: Callable[[], Any]) -> Any:
     """What a call of the model returns. Raises ValueError, with what it raised, if it does not work."""
     try:
         return call()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         name = type(model).__name__
         raise ValueError(f"{name} raised {type(error).__name__} when it was called: {error}") from error
 
 
 @contextmanager
 def audited(model: nn.Module, inputs: Any) -> Iterator[Subject]:
-    """The model in evaluation mode without gradients of its own; both are put back.
+    """The model in evaluation mode, each parameter able to carry a gradient; all is put back.
 
     Raises ValueError if there are no inputs and none can be made.
     """
+    while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        model = model.module  # the wrapper would reduce gradients over ranks
     training = [(module, module.training) for module in model.modules()]
     state = torch.get_rng_state()
-    model.eval()
+    with _without_inference_tensors(model):
+        floating = [p for p in model.parameters() if p.is_floating_point()]
+        frozen = [p for p in floating if not p.requires_grad]
+        model.eval()
+        try:
+            for p in frozen:
+                p.requires_grad_(True)
+            yield _subject(model, inputs)
+        finally:
+            for p in frozen:
+                p.requires_grad_(False)
+            for module, was in training:
+                module.training = was
+            torch.set_rng_state(state)
+
+
+@contextmanager
+def _without_inference_tensors(model: nn.Module) -> Iterator[None]:
+    """Copies in the place of parameters and buffers that were made in inference mode, which refuse
+    gradients."""
+    held: list[tuple[Any, str, Tensor]] = [
+        (store, name, tensor)
+        for module in model.modules()
+        for store in (module._parameters, module._buffers)
+        for name, tensor in store.items()
+        if tensor is not None and tensor.is_inference()
+    ]
+    copies: dict[int, Tensor] = {}
+    for store, name, tensor in held:
+        if id(tensor) not in copies:
+            copy = tensor.detach().clone()
+            copies[id(tensor)] = nn.Parameter(copy) if isinstance(tensor, nn.Parameter) else copy
+        store[name] = copies[id(tensor)]
     try:
-        yield _subject(model, inputs)
+        yield
     finally:
-        for module, was in training:
-            module.training = was
-        torch.set_rng_state(state)
+        for store, name, tensor in held:
+            store[name] = tensor
 
 
 def _subject(model: nn.Module, inputs: Any) -> Subject:
-    named = _named(model, inputs)
+    own = _transformer(model)
+    named, call = _named(model, own, inputs)
+    if own is not None:
+        named = transformers_paths.options_of(own) | named
+    named = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in named.items()}
     tokens = next(
         (
             name
@@ -114,60 +155,81 @@ def _subject(model: nn.Module, inputs: Any) -> Subject:
         ),
         None,
     )
-    subject = Subject(model, named, tokens)
+    windows: list[int] = []
     if callable(getattr(model, "paths", None)):
-        _add_declared_paths(subject)
-    elif _is_transformers(model):
-        from qknorm.auditor.transformers_paths import add_paths
-
-        add_paths(subject)
+        paths = _declared(model, call, named)
+    elif own is not None:
+        paths = transformers_paths.paths_of(own, call, decodes=tokens is not None)
+        windows = transformers_paths.windows_of(own)
     else:
-        subject.paths["forward"] = model
-    return subject
+        paths = {"forward": call}
+    return Subject(model, named, tokens, paths, windows)
 
 
-def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
+def _named(model: nn.Module, own: nn.Module | None, inputs: Any) -> tuple[dict[str, Any], Call]:
+    """The inputs by name, and the model as something that takes them so."""
     if inputs is None:
-        if not _is_transformers(model):
+        if own is None:
             raise ValueError(
                 f"{type(model).__name__} is no Hugging Face model: pass inputs, what it is called with"
             )
-        from qknorm.auditor.transformers_paths import example_inputs
-
-        return example_inputs(model)
+        return transformers_paths.example_inputs(own), model
     if isinstance(inputs, Mapping):
-        return dict(inputs)
+        return dict(inputs), model
     values = inputs if isinstance(inputs, tuple | list) else (inputs,)
     names = _arguments(model)
-    if len(values) > len(names):
+    if len(values) > len(names) and not _kinds(model) & {VAR_POSITIONAL}:
         raise ValueError(f"{len(values)} inputs for {type(model).__name__}, which takes {len(names)}")
-    return dict(zip(names, values, strict=False))
+    names += [f"input {n}" for n in range(len(names), len(values))]
+    given = names[: len(values)]
+
+    def call(**inputs: Any) -> Any:
+        return model(*[inputs.pop(name) for name in given], **inputs)
+
+    return dict(zip(given, values, strict=True)), call
 
 
-def _arguments(model: nn.Module) -> list[str]:
-    """Names, of a compiled model those of what was compiled."""
-    model = getattr(model, "_orig_mod", model)
-    return list(inspect.signature(model.forward).parameters)
+def _kinds(model: nn.Module) -> set[Any]:
+    return {p.kind for p in inspect.signature(model.forward).parameters.values()}
 
 
-def _is_transformers(model: nn.Module) -> bool:
-    return any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__)
+def _wrapped(model: nn.Module) -> nn.Module | None:
+    """What a wrapper holds, which has one child and a forward that takes whatever that does."""
+    children = list(model.children())
+    return children[0] if len(children) == 1 and _kinds(model) & {VAR_POSITIONAL, VAR_KEYWORD} else None
 
 
-def _add_declared_paths(subject: Subject) -> None:
+def _transformer(model: nn.Module | None) -> nn.Module | None:
+    """The Hugging Face model that this is, or wraps."""
+    while model is not None and not transformers_paths.is_one(model):
+        model = getattr(model, "_orig_mod", None) or _wrapped(model)
+    return model
+
+
+def _arguments(model: nn.Module | None) -> list[str]:
+    """Their names, of a wrapper those of what it wraps."""
+    while model is not None:
+        model = getattr(model, "_orig_mod", model)
+        parameters = inspect.signature(model.forward).parameters.values()
+        if names := [p.name for p in parameters if p.kind not in (VAR_POSITIONAL, VAR_KEYWORD)]:
+            return names
+        model = _wrapped(model)
+    return []
+
+
+def _declared(model: nn.Module, call: Call, inputs: dict[str, Any]) -> dict[str, Call]:
     """`model.paths()`, with the one first that the model itself takes."""
-    declared: dict[str, Call] = dict(subject.model.paths())  # type: ignore[operator]
+    declared: dict[str, Call] = dict(model.paths())  # type: ignore[operator]
     with torch.no_grad():
-        own = output(called(subject.model, lambda: subject.model(**subject.inputs)))
-        same = [n for n, call in declared.items() if n != "decode" and _gives(call, subject, own)]
+        own = output(called(model, lambda: call(**inputs)))
+        same = [n for n, path in declared.items() if n != "decode" and _gives(path, inputs, own)]
     first = same[0] if same else "forward"
-    subject.paths = {first: subject.model} | {n: c for n, c in declared.items() if n != first}
-    subject.has_decode = "decode" in declared
+    return {first: call} | {n: path for n, path in declared.items() if n != first}
 
 
-def _gives(call: Call, subject: Subject, wanted: Tensor) -> bool:
+def _gives(call: Call, inputs: dict[str, Any], wanted: Tensor) -> bool:
     try:
-        found = output(call(**subject.inputs))
+        found = output(call(**inputs))
     except Exception:  # compared with the others, it will say so
         return False
     return found.shape == wanted.shape and torch.equal(found.nan_to_num(), wanted.nan_to_num())

@@ -50,8 +50,8 @@ def _row(layers: int, f: dict[str, Any]) -> tuple[str, ...]:
     mask = ["causal"] if f["causal"] else []
     if f["window"] is not None:
         mask.append(f"window {f['window']}")
-    if f["sink"]:
-        mask.append("sink")
+    if f["sink"] is not None:
+        mask.append({"logit": "sink", "token": "sink token"}.get(f["sink"], "off by one"))
     if f["softcap"] is not None:
         mask.append(f"cap {f['softcap']:.3g}")
     return (

@@ -8,14 +8,35 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from qknorm.auditor.findings import Report, finding
+from qknorm.auditor.guard import TargetError, reading
+from qknorm.auditor.weights import files_of, norm_of, tensors_of
 
-def load(target: str, *, weights: bool = True) -> tuple[nn.Module, Any]:
-    """The module and its inputs; None for inputs that the audit makes itself.
+
+class Target(NamedTuple):
+    """What is audited.
+
+    Attributes:
+        inputs: None for inputs that the audit makes itself.
+        ignored: tensors of its files that the model did not take.
+        missing: parameters that no file held, so that they are random.
+    """
+
+    model: nn.Module
+    inputs: Any = None
+    ignored: Iterable[str] = ()
+    missing: Iterable[str] = ()
+
+
+def load(target: str, *, weights: bool = True) -> Target:
+    """The module and its inputs.
 
     Args:
         target: see above.
@@ -26,61 +47,89 @@ def load(target: str, *, weights: bool = True) -> tuple[nn.Module, Any]:
     """
     path = Path(target)
     if path.is_dir() and (path / "config.json").is_file():
-        return _checkpoint(path, weights), None
+        return _checkpoint(path, weights)
     if path.is_file() and path.suffix == ".gguf":
-        return _gguf(path), None
+        return _gguf(path)
     if ":" in target and not path.exists():
         return _factory(target)
-    raise ValueError(
+    raise TargetError(
         f"{target} is neither a folder with a config.json nor package.module:factory; a model of the "
         "Hugging Face hub has to be downloaded first"
     )
 
 
-def _checkpoint(folder: Path, weights: bool) -> nn.Module:
+def _checkpoint(folder: Path, weights: bool) -> Target:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError("a checkpoint needs an extra: pip install 'qknorm[transformers]'") from error
-    config = transformers.AutoConfig.from_pretrained(folder)
-    names = getattr(config, "architectures", None) or []
-    kind = getattr(transformers, names[0], None) if names else None
-    kind = kind or transformers.AutoModel
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    made: Any
-    if weights and has_weights:
-        made = kind.from_pretrained(folder)
-    elif hasattr(kind, "from_config"):
-        made = kind.from_config(config)
-    else:
-        made = kind(config)
-    model: nn.Module = made
-    return model
+        raise TargetError("a checkpoint needs an extra: pip install 'qknorm[transformers]'") from error
+    with reading(folder):
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        names = getattr(config, "architectures", None) or []
+        kind: Any = (names and getattr(transformers, names[0], None)) or transformers.AutoModel
+        if not weights:
+            return Target(kind.from_config(config) if hasattr(kind, "from_config") else kind(config))
+        model, told = kind.from_pretrained(folder, output_loading_info=True)
+        return Target(model, None, told["unexpected_keys"], told["missing_keys"])
 
 
-def _gguf(path: Path) -> nn.Module:
+def _gguf(path: Path) -> Target:
     try:
         import gguf  # noqa: F401
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise ValueError("running a GGUF file needs an extra: pip install 'qknorm[gguf]'") from error
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
-    except (ValueError, KeyError, NotImplementedError) as error:
-        raise ValueError(f"transformers cannot run {path.name}: {error}") from error
-    return model
+        raise TargetError("running a GGUF file needs an extra: pip install 'qknorm[gguf]'") from error
+    if len(files_of(path)) > 1:
+        raise TargetError(f"{path} is a part of a model, which cannot be run; --weights-only reads it")
+    with reading(path):
+        held = {norm_of(name): name for name, _, _ in tensors_of(path)}
+        kind: Any = AutoModelForCausalLM
+        model, told = kind.from_pretrained(path.parent, gguf_file=path.name, output_loading_info=True)
+        # What has no place in the architecture is dropped before the loader reports.
+        own = {norm_of(name) for name, _ in model.named_parameters()}
+        dropped = [name for norm, name in held.items() if norm is not None and norm not in own]
+        return Target(model, None, [*told["unexpected_keys"], *dropped], told["missing_keys"])
 
 
-def _factory(target: str) -> tuple[nn.Module, Any]:
+def _factory(target: str) -> Target:
     name, _, attribute = target.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does: modules of the present folder
-    try:
+    with reading(target):
         factory = getattr(importlib.import_module(name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot find {target}: {error}") from error
-    made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
+        made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{target} returned a {type(model).__name__}, not a module, or one and inputs")
-    return model, inputs
+        raise TargetError(f"{target} returned a {type(model).__name__}, not a module, or one and inputs")
+    return Target(model, inputs)
+
+
+def with_loading(report: Report, target: Target) -> Report:
+    """The report, with what the files and the model do not share.
+
+    Raises ValueError if weights of attention were in no file: then random ones were audited.
+    """
+    layers = [path.split(" #")[0] for path in report.formulas]
+    parameters = dict(target.model.named_parameters())
+
+    def layer_of(name: str) -> str | None:
+        norm = norm_of(name)
+        within = [path for path in layers if name.startswith(f"{path}.")]
+        within += [path for path in layers if norm is not None and norm[0] in path.split(".")]
+        return next(iter(within), None if norm is None else name.rsplit(".", 2)[0])
+
+    findings = list(report.findings)
+    ignored: dict[str, list[str]] = {}
+    for name in sorted(target.ignored):
+        if (layer := layer_of(name)) is not None:
+            ignored.setdefault(layer, []).append(name)
+    for layer, names in ignored.items():
+        text = f"the model does not use {', '.join(names)} of the file"
+        findings.append(finding("QK009", layer, text, tensors=", ".join(names)))
+    for name in sorted({*target.missing} & parameters.keys()):
+        layer = layer_of(name)
+        if layer is not None and parameters[name].dim() > 1:
+            raise TargetError(f"no file holds {name}: what would be audited is random")
+        if layer is not None and not any(f.code == "QK020" and f.layer == layer for f in findings):
+            findings.append(finding("QK020", layer, f"no file holds {name}", parameter=name))
+    return replace(report, findings=findings)

@@ -19,6 +19,7 @@ def assert_qk_norm(
     fail_on: Severity = "warning",
     optimizer: torch.optim.Optimizer | None = None,
     trained: bool = False,
+    expect: Mapping[str, object] | None = None,
     suppress: Mapping[str, str] | None = None,
 ) -> Report:
     """Fail unless every attention of the model is normed on q and k, and nothing is wrong with it.
@@ -26,7 +27,7 @@ def assert_qk_norm(
     Args are those of `audit`. Raises AssertionError with a line for each finding.
     """
     __tracebackhide__ = True
-    report = audit(model, inputs, optimizer=optimizer, trained=trained, suppress=suppress)
+    report = audit(model, inputs, optimizer=optimizer, trained=trained, expect=expect, suppress=suppress)
     lines = [
         f"{one.code} {one.layer or 'model'}: {one.message}. {one.mend}"
         for one in report.at_least(fail_on)

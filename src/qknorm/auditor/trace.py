@@ -22,9 +22,8 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from qknorm.auditor import thresholds as at
 from qknorm.ops.backends import by_definition
-
-HIDDEN = -1e3  # a logit below this is one that a mask has hidden
 
 # What `torch.jit.script` makes: a mode does not see that it is called.
 SCRIPTED: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
@@ -62,7 +61,7 @@ class Attention:
         last_product: how many products with parameters came before.
         q, k, v: `[B, Hq, Tq, D]`, `[B, Hq or Hk, Tk, D]`, `[B, Hq or Hk, Tk, Dv]`, as multiplied.
         logits: `[B, Hq, Tq, Tk]` of the softmax; hidden ones far below 0. None where they were not seen.
-        sink: whether the softmax had more columns than there are keys.
+        sink: `[B, Hq, Tq]`, the logit of what else the softmax had beside the keys; None without a sink.
     """
 
     frames: list[Frame]
@@ -71,12 +70,19 @@ class Attention:
     k: Tensor
     v: Tensor | None = None
     logits: Tensor | None = None
-    sink: bool = False
+    sink: Tensor | None = None
 
     @property
     def path(self) -> str:
         """Of the innermost module."""
         return self.frames[-1].path if self.frames else ""
+
+    def to_cpu(self) -> None:
+        """What was seen, wherever the model is."""
+        self.q, self.k = self.q.cpu(), self.k.cpu()
+        self.v, self.logits, self.sink = (
+            None if x is None else x.cpu() for x in (self.v, self.logits, self.sink)
+        )
 
 
 @dataclass(eq=False)
@@ -131,7 +137,7 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in COMPOSITE:
             with self:
-                return _opened(func)(*args, **kwargs)
+                return opened(func)(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             self._done(self._sdpa(*args, **kwargs))
             return func(*args, **kwargs)
@@ -146,6 +152,7 @@ class Trace(TorchFunctionMode):
         is_product = parameter is not None and parameter.dim() >= 2 and name in WITH_WEIGHTS
         if parameter is not None and is_product and len(tensors) > 1:
             return self._product(parameter, partial(func, *args, **kwargs))
+        self._keep_what_is_overwritten(name, tensors)
         out = func(*args, **kwargs)
         if not isinstance(out, Tensor | tuple | list):
             return out
@@ -201,10 +208,17 @@ class Trace(TorchFunctionMode):
             score = _Score(attention, "weights")
         elif score.stage == "logits":
             is_shift = "sub" in name and len(tensors) == 2 and tensors[1].shape[-1:] == (1,)
-            score = _Score(attention, unshifted=followed if is_shift else None)
+            before = followed if score.unshifted is None else score.unshifted
+            score = _Score(attention, unshifted=before if is_shift else None)
         for result in tensors_of(out):
             if result.is_floating_point():
                 self._tag(result, score)
+
+    def _keep_what_is_overwritten(self, name: str, tensors: list[Tensor]) -> None:
+        """A shift of rows and an exponential in place leave nothing of the logits."""
+        score = self._scores.get(id(tensors[0])) if tensors else None
+        if name in ("exp_", "sub_", "__isub__") and score is not None and score.unshifted is None:
+            score.unshifted = tensors[0].detach().clone()
 
     def _tag(self, tensor: Tensor, score: _Score) -> None:
         self._scores[id(tensor)] = score
@@ -237,7 +251,7 @@ class Trace(TorchFunctionMode):
                     s = s + attn_mask
         # A key of zeros with values of zeros, and a bias of its own: a sink in disguise.
         if key.shape[-2] > 1 and not bool(key[..., -1, :].any()) and not bool(value[..., -1, :].any()):
-            attention.sink = True
+            attention.sink = s[..., -1]
             attention.k, attention.v, s = key[..., :-1, :], value[..., :-1, :], s[..., :-1]
         attention.logits = s
         return attention
@@ -299,7 +313,7 @@ class Stopped(Exception):  # noqa: N818 - not an error
     """The run was ended on purpose."""
 
 
-def _opened(function: Any) -> Callable[..., Any]:
+def opened(function: Any) -> Callable[..., Any]:
     """The same function, which no longer asks whether somebody wants to handle it."""
     blind = dict.fromkeys(
         ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"),
@@ -374,29 +388,32 @@ def _set_logits(attention: Attention, scores: Tensor) -> None:
     scores = scores.detach()
     if scores.dim() < 3 or scores.shape[-2] != Tq or scores.shape[-1] < Tk:
         return
-    attention.sink = scores.shape[-1] > Tk
     logits = four(scores).double()
-    attention.logits = logits[..., -Tk:] if _keys_come_last(attention, logits) else logits[..., :Tk]
+    others = logits.shape[-1] - Tk
+    if others and _keys_come_last(attention, logits):
+        logits = logits.roll(-others, -1)
+    attention.logits = logits[..., :Tk]
+    attention.sink = logits[..., Tk:].logsumexp(-1) if others else None
 
 
 def _note_sink(attention: Attention, weights: Tensor) -> None:
     """The weights of a row that sees a key sum to 1, unless a sink has the rest."""
-    if weights.shape[-1] != attention.k.shape[-2]:
+    logits = attention.logits
+    if logits is None or attention.sink is not None or weights.shape[-1] != logits.shape[-1]:
         return
-    sums = weights.detach().double().sum(-1)
-    rounding = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 3e-2
-    attention.sink |= bool(((sums > 0) & (sums < 1 - rounding)).any())
+    seen = four(weights.detach()).double().sum(-1)
+    low = at.SINK_LOW if weights.dtype in (torch.float16, torch.bfloat16) else at.SINK
+    if bool(((seen > 0) & (seen < 1 - low)).any()):
+        attention.sink = logits.logsumexp(-1) + ((1 - seen).clamp(min=0) / seen).log()
 
 
 def _keys_come_last(attention: Attention, scores: Tensor) -> bool:
     """Whether the columns that are no keys come first: which of both ends goes up and down with q.k."""
     Tk = attention.k.shape[-2]
-    if scores.shape[-1] == Tk:
-        return False
     dots = four(attention.q.detach().double() @ attention.k.detach().double().mT)
 
     def likeness(logits: Tensor) -> float:
-        visible = logits > HIDDEN
+        visible = logits > at.HIDDEN
         pairs = torch.stack((dots[visible], logits[visible]))
         return float(pairs.corrcoef()[0, 1]) if pairs.shape[1] > 1 else 0.0
 
@@ -426,8 +443,8 @@ def plainly() -> Iterator[set[str]]:
         yield replaced
 
 
-def run(trace: Trace, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a module under a trace; None if the trace ended the run."""
+def run(trace: Trace, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module, or what calls it, under a trace; None if the trace ended the run."""
     with plainly() as trace.replaced, trace.modules(), trace.scripted(), trace:
         try:
             return module(*args, **kwargs)

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from qknorm.auditor.subject import Subject
+from qknorm.auditor.draws import drawn
 
 BATCH, TOKENS = 8, 24
+MOST_TOKENS = 160  # where a window asks for more than TOKENS
+WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
+
+Call = Callable[..., Any]
+
+
+def is_one(model: Any) -> bool:
+    """Whether a module is a model of transformers."""
+    return any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__)
+
+
+def windows_of(model: Any) -> list[int]:
+    """Windows and chunks of attention that the configuration names."""
+    values = [getattr(model.config.get_text_config(), name, None) for name in WINDOWS]
+    return sorted({value for value in values if isinstance(value, int) and value > 0})
 
 
 def example_inputs(model: Any) -> dict[str, Any]:
-    """Random tokens, or pixels; no cache."""
-    generator = torch.Generator().manual_seed(0)
+    """Random tokens, or pixels."""
     config = model.config
     device = next(model.parameters()).device
     if model.main_input_name == "pixel_values":
@@ -25,19 +39,24 @@ def example_inputs(model: Any) -> dict[str, Any]:
             vision.image_size if isinstance(vision.image_size, tuple | list) else [vision.image_size] * 2
         )
         shape = (BATCH, getattr(vision, "num_channels", 3), *size)
-        return {"pixel_values": torch.randn(shape, generator=generator).to(device, model.dtype)}
+        return {"pixel_values": drawn(shape, 0).to(device, model.dtype)}
     if model.main_input_name != "input_ids":
         raise ValueError(f"{type(model).__name__} takes {model.main_input_name}: pass inputs")
     text = config.get_text_config()
     high = min(text.vocab_size, 2**15)
-    made: dict[str, Any] = {
-        "input_ids": torch.randint(low_token(high), high, (BATCH, TOKENS), generator=generator).to(
-            device
-        )
-    }
-    if hasattr(text, "use_cache"):
-        made["use_cache"] = False
-    return made
+    length = max([TOKENS, *(w + 8 for w in windows_of(model) if w + 8 <= MOST_TOKENS)])
+    generator = torch.Generator("cpu").manual_seed(0)
+    tokens = torch.randint(
+        low_token(high), high, (BATCH, length), generator=generator, dtype=torch.int64, device="cpu"
+    )
+    return {"input_ids": tokens.to(device)}
+
+
+def options_of(model: Any) -> dict[str, Any]:
+    """What else the model is called with: a cache would grow from call to call."""
+    takes_tokens = model.main_input_name == "input_ids"
+    has_cache = takes_tokens and hasattr(model.config.get_text_config(), "use_cache")
+    return {"use_cache": False} if has_cache else {}
 
 
 def low_token(vocabulary: int) -> int:
@@ -45,40 +64,35 @@ def low_token(vocabulary: int) -> int:
     return min(10, vocabulary // 2)
 
 
-def add_paths(subject: Subject) -> None:
-    """The implementation that is set, the other one of eager and SDPA, and decoding."""
-    model: Any = subject.model
+def paths_of(model: Any, call: Call, *, decodes: bool) -> dict[str, Call]:
+    """The implementation that is set, the other one of eager and SDPA, and decoding if tokens are given.
+    `call` is the model, or what wraps it."""
     current = model.config._attn_implementation
-    subject.paths[current] = model
+    paths = {current: call}
     for name in ("eager", "sdpa"):
-        if name != current and _supports(model, name):
-            subject.paths[name] = _with_implementation(model, name, current)
-    is_decoder = model.can_generate() and not getattr(model.config, "is_encoder_decoder", False)
-    if subject.tokens is not None and is_decoder:
-        subject.paths["decode"] = _decode(model)
-        subject.has_decode = True
+        if name != current and (name == "eager" or getattr(model, "_supports_sdpa", False)):
+            paths[name] = _with_implementation(model, call, name, current)
+    if decodes and model.can_generate() and not getattr(model.config, "is_encoder_decoder", False):
+        paths["decode"] = _decode(model, call)
+    return paths
 
 
-def _supports(model: Any, name: str) -> bool:
-    return name == "eager" or bool(getattr(model, "_supports_sdpa", False))
-
-
-def _with_implementation(model: Any, name: str, current: str) -> Any:
-    def call(**inputs: Any) -> Any:
+def _with_implementation(model: Any, call: Call, name: str, current: str) -> Call:
+    def changed(**inputs: Any) -> Any:
         model.set_attn_implementation(name)
         try:
-            return model(**inputs)
+            return call(**inputs)
         finally:
             model.set_attn_implementation(current)
 
-    return call
+    return changed
 
 
-def _decode(model: Any) -> Any:
+def _decode(model: Any, call: Call) -> Call:
     # The argument and the output have a new name since transformers 5.2x.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
-    def call(**inputs: Any) -> Tensor:
+    def decode(**inputs: Any) -> Tensor:
         """A prefill of the first half, then one token at a time."""
         inputs = {k: v for k, v in inputs.items() if k != "use_cache"}
         tokens, padding = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
@@ -89,9 +103,9 @@ def _decode(model: Any) -> Any:
         for begin, end in [(0, first), *((t, t + 1) for t in range(first, T))]:
             mask = {} if padding is None else {"attention_mask": padding[:, :end]}
             cached = {name: cache, "use_cache": True}
-            out = model(input_ids=tokens[:, begin:end], **cached, **mask, **inputs)
+            out = call(input_ids=tokens[:, begin:end], **cached, **mask, **inputs)
             cache = getattr(out, name)
             pieces.append(out.logits)
         return torch.cat(pieces, 1)
 
-    return call
+    return decode

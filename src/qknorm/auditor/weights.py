@@ -6,6 +6,7 @@ them is said. Order against RoPE, eps, precision, masks and paths need the model
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,17 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qknorm.auditor import thresholds as at
+from qknorm.auditor.expected import parse
 from qknorm.auditor.findings import Finding, Report, checked_reasons, finding
+from qknorm.auditor.guard import TargetError, reading
 
 # Names under which released checkpoints keep projections and norms, after the layer's own prefix.
-SIDES = {"q": "(?:q|query|wq)", "k": "(?:k|key|wk)"}
-PROJECTION = r"(?P<layer>.*?(?:layers|blocks|blk|h)\.\d+)\..*?\b{side}(?:_proj|_linear)?\.weight$"
-NORM = r"(?P<layer>.*?(?:layers|blocks|blk|h)\.\d+)\..*?\b{side}_?(?:norm|layernorm|ln)\.weight$"
-GGUF = {"q": r"(?P<layer>blk\.\d+)\.attn_q\.weight$", "k": r"(?P<layer>blk\.\d+)\.attn_k\.weight$"}
-GGUF_NORM = {
-    "q": r"(?P<layer>blk\.\d+)\.attn_q_norm\.weight$",
-    "k": r"(?P<layer>blk\.\d+)\.attn_k_norm\.weight$",
-}
+SIDES = {"q": "(?:q|query|wq|attn_q)", "k": "(?:k|key|wk|attn_k)"}
+LAYER = r"(?P<layer>.*?(?:layers|blocks|blk|h)\.(?P<number>\d+))\..*?\b"
+PROJECTION = LAYER + r"{side}(?:_proj|_linear)?\.weight$"
+NORM = LAYER + r"{side}_?(?:norm|layernorm|ln)\.weight$"
+FUSED = LAYER + r"(?:qkv|qkv_proj|c_attn|Wqkv|query_key_value|attn_qkv|in_proj(?=_))[._]weight$"
+PART = r"(.*)-(\d{5})-of-(\d{5})(\.safetensors|\.gguf)"
 
 
 @dataclass
@@ -37,44 +39,87 @@ class Layer:
     gains: dict[str, Tensor] = field(default_factory=dict)
 
 
-def audit_weights(path: Path, *, suppress: Mapping[str, str] | None = None) -> Report:
-    """Audit a `.safetensors` or `.gguf` file; `suppress` as of `audit`.
+def audit_weights(
+    path: Path,
+    *,
+    expect: Mapping[str, object] | None = None,
+    suppress: Mapping[str, str] | None = None,
+) -> Report:
+    """Audit a `.safetensors` or `.gguf` file, or all parts of a model; the rest as of `audit`.
 
     Raises ValueError if it is none, holds no attention, or an extra is missing.
     """
-    reasons = checked_reasons(suppress)
+    reasons, expected = checked_reasons(suppress), parse(expect or {})
+    files = files_of(path)
     layers: dict[str, Layer] = {}
-    for name, shape, read in _tensors(path):
-        for side, word in SIDES.items():
-            if m := _match(name, (NORM.format(side=word), GGUF_NORM[side])):
-                layers.setdefault(m, Layer()).gains[side] = read().float()
-            elif m := _match(name, (PROJECTION.format(side=word), GGUF[side])):
-                layers.setdefault(m, Layer()).rows[side] = shape[0]
+    for file in files:
+        with reading(file):
+            for name, shape, read in tensors_of(file, parts=len(files)):
+                _note(layers, name, shape, read)
     layers = {name: layer for name, layer in layers.items() if layer.rows or layer.gains}
     if not layers:
-        raise ValueError(f"{path} has no tensor that is called like a projection or norm of q or k")
+        raise TargetError(f"{path} has no tensor that is called like a projection or norm of q or k")
     findings = [one for name, layer in layers.items() for one in _of_layer(name, layer)]
+    names = " and ".join(file.name for file in files)
     return Report(
         findings=findings,
         formulas={},
-        exercised=[f"names, shapes and gains of {len(layers)} layers in {path.name}"],
-        not_probed=["order, eps, precision, masks, paths: a file of weights computes nothing"],
+        exercised=[f"names, shapes and gains of {len(layers)} layers in {names}"],
+        not_probed=[
+            f"{what}: a file of weights computes nothing"
+            for what in ("order, eps, precision, masks, paths", *map("expected {}".format, expected))
+        ],
     ).suppressing(reasons)
 
 
-def _match(name: str, patterns: tuple[str, ...]) -> str | None:
-    for pattern in patterns:
-        if m := re.match(pattern, name):
-            return m["layer"]
+def _note(
+    layers: dict[str, Layer], name: str, shape: tuple[int, ...], read: Callable[[], Tensor]
+) -> None:
+    if m := re.match(FUSED, name):
+        layers.setdefault(m["layer"], Layer()).rows |= {"q": 0, "k": 0}
+    for side, word in SIDES.items():
+        if m := re.match(NORM.format(side=word), name):
+            layers.setdefault(m["layer"], Layer()).gains[side] = read().float()
+        elif m := re.match(PROJECTION.format(side=word), name):
+            layers.setdefault(m["layer"], Layer()).rows[side] = shape[0]
+
+
+def norm_of(name: str) -> tuple[str, str] | None:
+    """Layer and side of the norm whose gain is called so."""
+    for side, word in SIDES.items():
+        if m := re.match(NORM.format(side=word), name):
+            return m["number"], side
     return None
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file, or all files of a model of which it is a part or the index.
+
+    Raises ValueError if some are not there: what one part does not hold, another may.
+    """
+    names = [path.name]
+    indices = [path] if path.name.endswith(".index.json") else list(path.parent.glob("*.index.json"))
+    for index in indices:
+        with reading(index):
+            listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if index == path or path.name in listed:
+            names = listed
+    if m := re.fullmatch(PART, path.name):
+        names = [f"{m[1]}-{n:05}-of-{m[3]}{m[4]}" for n in range(1, int(m[3]) + 1)]
+    absent = [name for name in names if not (path.parent / name).is_file()]
+    if absent:
+        others = f" and {len(absent) - 1} more" * (len(absent) > 1)
+        raise TargetError(f"{path} is a part of a model, not audited without {absent[0]}{others}")
+    return [path.parent / name for name in names]
 
 
 def _of_layer(name: str, layer: Layer) -> Iterator[Finding]:
     if not layer.gains:
         yield finding("QK001", name, "no norm of q or k in the file")
         return
+    # A layer that has no projection of k takes its keys from another.
     missing = sorted({"q", "k"} - layer.gains.keys())
-    if missing:
+    if missing and missing[0] in layer.rows:
         yield finding(
             "QK016", name, f"a norm of {'q' if missing == ['k'] else 'k'} and none of {missing[0]}"
         )
@@ -84,7 +129,7 @@ def _of_layer(name: str, layer: Layer) -> Iterator[Finding]:
             yield finding("QK004", name, f"the gain of {side} is as wide as the whole projection")
         if low == high and (gain.numel() > 1 or low in (0.0, 1.0)):
             yield finding("QK020", name, f"every gain of {side} is stored as {low:g}", value=low)
-        elif high < 0.2 and low >= 0:
+        elif high < at.DECAYED and low >= 0:
             text = f"gains of {side} are between {low:.2g} and {high:.2g}: stored as 1 + w, or decayed"
             yield finding("QK010", name, text, low=low, high=high)
 
@@ -93,7 +138,7 @@ def _is_full(layer: Layer, side: str) -> bool:
     """Whether more than one head shares the width: q and k have norms of other widths, or one head each
     would be wider than any."""
     other = layer.gains.get("k" if side == "q" else "q")
-    return gain_width(layer.gains[side]) > 512 or (
+    return gain_width(layer.gains[side]) > at.WIDEST or (
         other is not None and gain_width(other) != gain_width(layer.gains[side])
     )
 
@@ -103,12 +148,15 @@ def gain_width(gain: Tensor) -> int:
     return gain.shape[-1]
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
+def tensors_of(
+    path: Path, *, parts: int = 1
+) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
+    """Name, shape and reader of each tensor of a file."""
     if path.suffix == ".safetensors":
         try:
             from safetensors import safe_open
         except ImportError as error:
-            raise ValueError("safetensors files need: pip install 'qknorm[transformers]'") from error
+            raise TargetError("safetensors files need: pip install 'qknorm[transformers]'") from error
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dictionary
                 yield name, tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name)
@@ -116,12 +164,16 @@ def _tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Te
         try:
             import gguf
         except ImportError as error:
-            raise ValueError("GGUF files need an extra: pip install 'qknorm[gguf]'") from error
-        for tensor in gguf.GGUFReader(path).tensors:
+            raise TargetError("GGUF files need an extra: pip install 'qknorm[gguf]'") from error
+        reader = gguf.GGUFReader(path)
+        count = reader.fields.get("split.count")
+        if count is not None and int(count.contents()) not in (0, parts):
+            raise TargetError(f"{path} is one of {count.contents()} parts, which its name does not tell")
+        for tensor in reader.tensors:
             shape = tuple(int(n) for n in reversed(tensor.shape))
             yield tensor.name, shape, partial(_dequantized, tensor)
     else:
-        raise ValueError(f"{path} is neither a .safetensors nor a .gguf file")
+        raise TargetError(f"{path} is neither a .safetensors nor a .gguf file")
 
 
 def _dequantized(tensor: Any) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +17,7 @@ from qknorm.auditor import SEVERITIES, Report
 from qknorm.auditor import audit as run_audit
 from qknorm.auditor.sarif import to_sarif
 from qknorm.auditor.summary import COLUMNS, grouped, layer_kinds, places, verdict
-from qknorm.auditor.targets import load
+from qknorm.auditor.targets import load, with_loading
 from qknorm.auditor.weights import audit_weights
 from qknorm.cli import options as o
 from qknorm.cli.audit_page import to_html
@@ -35,6 +37,10 @@ def audit(
     fail_on: Annotated[str, typer.Option(help="Lowest severity that makes exit code 1.")] = "warning",
     suppress: Annotated[
         list[str] | None, typer.Option(help="CODE=REASON of a finding that is known; repeatable.")
+    ] = None,
+    expect: Annotated[
+        list[str] | None,
+        typer.Option(help="What is meant, as causal, window=32, norm=head, eps=1e-6; repeatable."),
     ] = None,
     trained: Annotated[
         bool | None, typer.Option("--trained/--untrained", help="The weights come from training.")
@@ -58,14 +64,19 @@ def audit(
     if fail_on not in SEVERITIES:
         raise ValueError(f"fail-on must be {', '.join(SEVERITIES)}; got {fail_on!r}")
     declared = dict(_declared(text) for text in suppress or [])
+    meant = {key: value or "yes" for key, _, value in (text.partition("=") for text in expect or [])}
     path = Path(target)
     is_file = path.is_file() and (path.suffix != ".gguf" or weights_only)
-    if is_file:
-        report = audit_weights(path, suppress=declared)
-    else:
-        model, inputs = load(target, weights=weights)
-        is_trained = (path.exists() and weights) if trained is None else trained
-        report = run_audit(model, inputs, trained=is_trained, suppress=declared)
+    with redirect_stdout(sys.stderr):  # what a model prints is not the answer
+        if is_file:
+            report = audit_weights(path, expect=meant, suppress=declared)
+        else:
+            loaded = load(target, weights=weights)
+            is_trained = (path.exists() and weights) if trained is None else trained
+            report = run_audit(
+                loaded.model, loaded.inputs, trained=is_trained, expect=meant, suppress=declared
+            )
+            report = with_loading(report, loaded).suppressing(declared)
     if sarif is not None:
         sarif.write_text(json.dumps(to_sarif(report, target, qknorm.__version__), indent=2) + "\n")
     found = report.at_least(fail_on)
@@ -75,7 +86,7 @@ def audit(
         print_json({"target": target, "fail_on": fail_on, "passed": not found} | report.to_json())
     else:
         show(report, target, len(found))
-    if not report.formulas and not is_file:
+    if not found and not report.formulas and not is_file:
         complain(f"no attention of {target} could be read back: {'; '.join(report.not_probed)}")
         return 2
     return int(bool(found))

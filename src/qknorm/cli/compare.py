@@ -19,6 +19,7 @@ from qknorm.lab.files import REPORT_FILE
 from qknorm.lab.report import words, write_report
 from qknorm.lab.runs import load_runs
 from qknorm.lab.trainer import TrainConfig
+from qknorm.monitor.to.jsonl import Item
 
 _ARMS_HELP = "Variant; repeat the option. " + " ".join(
     escape(f"{name}: {arm.help}.") for name, arm in ARMS.items()
@@ -46,10 +47,10 @@ def compare(
 
     with RunProgress(quiet=as_json) as progress:
 
-        def show(index: int, run: TrainConfig, record: dict[str, Any]) -> None:
-            progress.update(index, names[index], run.steps, record)
+        def show(index: int, run: TrainConfig, item: Item) -> None:
+            progress.update(index, names[index], run.steps, item)
 
-        summary = compare_runs(config, folder, overwrite=overwrite, on_record=show)
+        summary = compare_runs(config, folder, overwrite=overwrite, on_item=show)
     if summary is None:
         err.print("stopped; the runs so far are in the folder, without a summary", soft_wrap=True)
         if as_json:

@@ -18,6 +18,8 @@ from rich.progress import (
 from rich.text import Text
 
 from qknorm.lab.files import plain
+from qknorm.monitor import Alert, Record
+from qknorm.monitor.to.jsonl import Item
 
 # Names and paths of users may hold brackets: no markup anywhere.
 out = Console(highlight=False, markup=False)
@@ -47,14 +49,14 @@ class _Reading(ProgressColumn):
     """The latest numbers of a run."""
 
     def render(self, task: Task) -> Text:
-        f = task.fields
-        parts = [
-            f"loss {number(f.get('loss'))}",
-            f"max logit {number(f.get('max_logit'), 1)}",
-            f"entropy {number(f.get('entropy_nats'))}",
-            f"{f.get('tokens_per_s', 0):,.0f} tok/s".replace(",", " "),
-        ]
-        return Text("  ".join(parts))
+        return Text(_reading(task.fields))
+
+
+def _reading(fields: dict[str, Any]) -> str:
+    return (
+        f"loss {number(fields.get('loss'))}  max logit {number(fields.get('max_logit'), 1)}  "
+        f"entropy {number(fields.get('entropy_nats'))}  {fields.get('tokens_per_s', 0):.0f} tok/s"
+    )
 
 
 class RunProgress:
@@ -84,32 +86,28 @@ class RunProgress:
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
-    def update(self, index: int, title: str, steps: int, record: dict[str, Any]) -> None:
-        """Show a record of run number `index`."""
+    def update(self, index: int, title: str, steps: int, item: Item) -> None:
+        """Show what run number `index` has logged."""
         if index not in self._tasks:
             self._tasks[index] = self._progress.add_task(title, total=steps)
             self._fields[index] = {}
-        if record["kind"] == "alert":
-            self._say(title, record)
-            return
         fields = self._fields[index]
-        names = ("loss", "max_logit", "entropy_nats", "tokens_per_s")
-        fields |= {name: record[name] for name in names if name in record}
-        if record["kind"] != "step":
-            return
-        step = record["step"]
+        if isinstance(item, Alert):
+            self._say(title, item)
+        elif isinstance(item, Record):
+            fields |= {"max_logit": item.max_logit, "entropy_nats": item.entropy_nats}
+        elif item["kind"] == "step":
+            fields |= item
+            self._step(index, title, steps, item["step"])
+
+    def _step(self, index: int, title: str, steps: int, step: int) -> None:
+        fields = self._fields[index]
         self._progress.update(self._tasks[index], completed=step, **fields)
         if self._plain and (step % max(1, steps // 10) == 0 or step == steps):
-            err.print(
-                f"{title}  step {step}/{steps}  loss {number(fields['loss'])}  "
-                f"max logit {number(fields.get('max_logit'), 1)}  "
-                f"entropy {number(fields.get('entropy_nats'))}  "
-                f"{fields['tokens_per_s']:.0f} tok/s",
-                soft_wrap=True,
-            )
+            err.print(f"{title}  step {step}/{steps}  {_reading(fields)}", soft_wrap=True)
 
-    def _say(self, title: str, alert: dict[str, Any]) -> None:
+    def _say(self, title: str, alert: Alert) -> None:
         """Alarms above the progress; the rest is in the log."""
-        if alert["severity"] == "alarm" and (self._plain or not self._progress.disable):
-            what = f"{title}  alarm {alert['code']} at step {alert['step']}: {alert['message']}. "
-            err.print(Text(what + alert["advice"], style="bold red"), soft_wrap=True)
+        if alert.severity == "alarm" and (self._plain or not self._progress.disable):
+            what = f"{title}  alarm {alert.code} at step {alert.step}: {alert.message}. "
+            err.print(Text(what + alert.advice, style="bold red"), soft_wrap=True)

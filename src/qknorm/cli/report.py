@@ -26,7 +26,7 @@ def report(
     path = write_report(runs, output or folders[0] / REPORT_FILE)
     summary = [run.final for run in runs if run.final is not None]
     if as_json:
-        print_json({"report": str(path), "runs": [r | {"layers": None} for r in summary]})
+        print_json({"report": str(path), "runs": summary})
     else:
         for sentence in words(summary):
             out.print(sentence, soft_wrap=True)

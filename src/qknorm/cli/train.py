@@ -44,9 +44,10 @@ def train(
             folder,
             resume=resume,
             overwrite=overwrite,
-            on_record=lambda record: progress.update(0, arm, config.steps, record),
+            on_item=lambda item: progress.update(0, arm, config.steps, item),
         )
-    if outcome.record is None:
+    final = outcome.final
+    if final is None:
         err.print(
             f"stopped after step {outcome.steps} of {config.steps}; continue with --resume",
             soft_wrap=True,
@@ -54,15 +55,14 @@ def train(
         if as_json:
             print_json({"stopped_at": outcome.steps})
         return 1
-    record = outcome.record
     if as_json:
-        print_json({key: value for key, value in record.items() if key != "layers"})
+        print_json(final)
     else:
-        state = f"diverged: {record['reason']}" if record["diverged"] else "finished"
+        state = f"diverged: {final['reason']}" if final["diverged"] else "finished"
         out.print(
-            f"{state}. Held-out loss {number(record['final_loss'])}, max logit "
-            f"{number(record['max_logit'], 1)}, lowest layer entropy "
-            f"{number(record['entropy_nats'])} nats. Log in {folder}.",
+            f"{state}. Held-out loss {number(final['final_loss'])}, max logit "
+            f"{number(final['max_logit'], 1)}, lowest layer entropy "
+            f"{number(final['entropy_nats'])} nats. Log in {folder}.",
             soft_wrap=True,
         )
-    return int(record["diverged"])
+    return int(final["diverged"])

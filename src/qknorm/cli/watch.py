@@ -84,7 +84,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
     heads = [] if record is None else worst_heads(record)
     return {
         "step": timeline.step,
-        "loss": timeline.losses[-1][1] if timeline.losses else None,
+        "loss": timeline.loss,
         "max_logit": None if record is None else record.max_logit,
         "entropy_nats": None if record is None else record.entropy_nats,
         "worst_heads": [vars(head) for head in heads],
@@ -106,12 +106,12 @@ def view(timeline: Timeline, path: Path, height: int | None) -> RenderableType:
 
 def _headline(timeline: Timeline, path: Path) -> Text:
     text = Text.assemble((str(path.parent), "bold"), f"  step {timeline.step}")
-    if timeline.losses:
-        text.append(f"  loss {number(timeline.losses[-1][1])}")
+    if timeline.loss is not None:
+        text.append(f"  loss {number(timeline.loss)}")
     if timeline.records:
         record = timeline.records[-1]
-        text.append(f"  max logit {_number(record.max_logit, 1)}")
-        text.append(f"  lowest layer entropy {_number(record.entropy_nats)} nats")
+        text.append(f"  max logit {number(record.max_logit, 1)}")
+        text.append(f"  lowest layer entropy {number(record.entropy_nats)} nats")
     if timeline.has_ended:
         diverged = timeline.final is not None and timeline.final["diverged"]
         text.append("  diverged" if diverged else "  finished", style="bold")
@@ -141,9 +141,9 @@ def _layers(records: Sequence[Record], room: int | None) -> Table:
         table.add_row(
             short[name],
             Text(spark([_log(v) for v in tops], bottom, top), style=_level_style(tops[-1])),
-            Text(_number(tops[-1], 1), style=_level_style(tops[-1]), justify="right"),
+            Text(number(tops[-1], 1), style=_level_style(tops[-1]), justify="right"),
             Text(spark(ratios, 0.0, 1.0, extreme=min), style=_entropy_style(ratios[-1])),
-            Text(_number(ratios[-1]), style=_entropy_style(ratios[-1])),
+            Text(number(ratios[-1]), style=_entropy_style(ratios[-1])),
             _forecast([step for step, _ in past], tops),
         )
     if len(shown) < len(names):
@@ -191,8 +191,8 @@ def _heads(record: Record) -> Text:
     names = dict(zip(record.layers, short_names(list(record.layers)), strict=True))
     for head in worst_heads(record):
         text.append(f"  {names[head.layer]}.{head.head} ")
-        text.append(_number(head.max_logit, 1), style=_level_style(head.max_logit))
-        text.append(f" ({_number(head.entropy_ratio)})", style="dim")
+        text.append(number(head.max_logit, 1), style=_level_style(head.max_logit))
+        text.append(f" ({number(head.entropy_ratio)})", style="dim")
     return text
 
 
@@ -216,10 +216,6 @@ def _log(value: float) -> float:
 
 def _order(value: float) -> float:
     return math.inf if math.isnan(value) else value
-
-
-def _number(value: float, digits: int = 3) -> str:
-    return number(value, digits) if math.isfinite(value) else str(value)
 
 
 def _level_style(value: float) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from qknorm.lab.capped import Cap
 from qknorm.lab.model import ModelConfig
-from qknorm.nn.attention import SinkKind
+from qknorm.nn.attention_config import SinkKind
 from qknorm.spec import NormDialect
 
 

@@ -6,14 +6,15 @@ Dense, through the reference: for short contexts of the lab only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from qknorm import checks
 from qknorm.nn import Attention, AttentionConfig, KVCache
 from qknorm.ops.backends import reference
-from qknorm.ops.stats import Stats, StatsRequest
+from qknorm.ops.stats import Stats, StatsRequest, check_request
 from qknorm.spec import Mask, Rope
 
 
@@ -52,11 +53,13 @@ class CappedAttention(Attention):
         super().__init__(config)
         self.cap = cap
 
-    def logit_bound(self, rope: Rope | None = None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """The cap, or the bound of the norm if that is lower."""
-        limit = torch.full((self.config.num_heads,), self.cap.limit)
-        bound = super().logit_bound(rope, dtype)
-        return limit if bound is None else torch.minimum(bound, limit.to(bound.device))
+    def logit_bound(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The cap, or the bound of the norm if that is lower; arguments as those of the base class."""
+        limit = torch.full(
+            (self.config.num_heads,), self.cap.limit, dtype=torch.float32, device=self.qkv.weight.device
+        )
+        bound = super().logit_bound(*args, **kwargs)
+        return limit if bound is None else bound.clamp(max=self.cap.limit)
 
     def attend(
         self,
@@ -70,13 +73,22 @@ class CappedAttention(Attention):
         stats: StatsRequest,
     ) -> tuple[Tensor, Stats | None]:
         """Norm, RoPE and dense attention with capped logits."""
-        c = self.config
         q_hat, k_hat = self.norm_rope(q, k, rope)
-        if cache is not None:
-            k_hat, v = cache.append(k_hat, v)
+        # What is refused must not have reached the cache.
+        check_request(stats)
+        checks.check_mask(mask, q, k.shape[2] + (0 if cache is None else cache.length))
+        if cache is None:
+            return self._attend_dense(q_hat, k_hat, v, mask, stats)
+        with cache.adding(k_hat, v) as (keys, values):
+            return self._attend_dense(q_hat, keys, values, mask, stats)
+
+    def _attend_dense(
+        self, q_hat: Tensor, k_hat: Tensor, v: Tensor, mask: Mask, stats: StatsRequest
+    ) -> tuple[Tensor, Stats | None]:
+        c = self.config
         G = c.num_heads // c.kv_heads
         scale = c.width**-0.5 if c.scale is None else c.scale
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(v.device.type, enabled=False):
             k_wide, v_wide = (x.float().repeat_interleave(G, dim=1) for x in (k_hat, v))
             logits = self.cap(scale * (q_hat.float() @ k_wide.mT))
             out, rows = reference.attend(logits, v_wide, mask, stats=bool(stats))

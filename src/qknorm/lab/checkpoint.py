@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qknorm.lab.files import replace_file
 
 FORMAT = "qknorm.lab checkpoint 1"
-_BROKEN = (zipfile.BadZipFile, pickle.UnpicklingError)
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read. The message says what to do."""
 
 
+class NotFiniteError(CheckpointError):
+    """A tensor that is NaN or infinite, from which no run could go on."""
+
+
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint. If it fails, the old file survives untouched.
+    """Write a checkpoint of finite tensors. If it fails, the old file survives untouched.
 
     Raises:
+        NotFiniteError: a tensor is not finite.
         CheckpointError: the disk is full or not writable.
     """
+    check_finite(state)
     try:
         replace_file(path, lambda file: torch.save(state | {"format": FORMAT}, file))
     # torch reports a failed write of its archive as RuntimeError.
@@ -33,6 +40,22 @@ def save(state: dict[str, Any], path: Path) -> None:
         raise CheckpointError(
             f"could not save {path}: {_reason(error)}{kept}; free some space and resume"
         ) from error
+
+
+def check_finite(state: dict[str, Any]) -> None:
+    """Raises NotFiniteError, which names the first tensor of a state that is not finite."""
+    for name, tensor in _tensors(state):
+        if not tensor.isfinite().all():
+            raise NotFiniteError(f"{name} is not finite, so that no checkpoint is written")
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors inside, each with its path."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(item, f"{name}.{key}" if name else str(key))
 
 
 def load(path: Path) -> dict[str, Any]:

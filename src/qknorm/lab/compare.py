@@ -13,12 +13,8 @@ from typing import Any
 from qknorm.lab import data, files
 from qknorm.lab.arms import get_arm
 from qknorm.lab.trainer import TrainConfig, train
-from qknorm.lab.verdict import lr_sensitivity
-
-SUMMARY_KEYS = (
-    "arm", "lr", "seed", "final_loss", "max_logit", "entropy_nats", "diverged", "reason",
-    "initial_loss", "steps",
-)  # fmt: skip
+from qknorm.lab.verdict import SUMMARY_KEYS, lr_sensitivity
+from qknorm.monitor.to.jsonl import Item
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +65,7 @@ class CompareConfig:
         )
 
 
-OnRunRecord = Callable[[int, TrainConfig, dict[str, Any]], None]
+OnRunItem = Callable[[int, TrainConfig, Item], None]
 
 
 def compare(
@@ -77,12 +73,12 @@ def compare(
     folder: Path,
     *,
     overwrite: bool = False,
-    on_record: OnRunRecord = lambda index, run, record: None,
+    on_item: OnRunItem = lambda index, run, item: None,
 ) -> list[dict[str, Any]] | None:
     """Train the grid; each run in a folder of its own, and `summary.json` beside them.
 
     Args:
-        on_record: called with the index of the run, its configuration and each of its records.
+        on_item: called with the index of the run, its configuration, and each item that it logs.
 
     Returns:
         One record per run (`arm`, `lr`, `seed`, `final_loss`, `max_logit`, `entropy_nats`,
@@ -103,12 +99,10 @@ def compare(
         files.remove_comparison(folder)
     summary = []
     for index, (name, run) in enumerate(runs):
-        outcome = train(
-            run, folder / name, overwrite=overwrite, on_record=partial(on_record, index, run)
-        )
-        if outcome.record is None or (outcome.stopped and index + 1 < len(runs)):
+        outcome = train(run, folder / name, overwrite=overwrite, on_item=partial(on_item, index, run))
+        if outcome.final is None or (outcome.stopped and index + 1 < len(runs)):
             return None
-        summary.append({key: outcome.record[key] for key in SUMMARY_KEYS})
+        summary.append({key: outcome.final[key] for key in SUMMARY_KEYS})
     files.replace_json(folder / files.SUMMARY_FILE, summary)
     return summary
 
@@ -121,7 +115,8 @@ def sensitivities(summary: list[dict[str, Any]]) -> dict[str, float]:
         for seed in dict.fromkeys(record["seed"] for record in summary):
             runs = [r for r in summary if (r["arm"], r["seed"]) == (arm, seed)]
             losses = {r["lr"]: math.nan if r["final_loss"] is None else r["final_loss"] for r in runs}
-            initial = max((r["initial_loss"] for r in runs), default=math.nan)
+            known = [r["initial_loss"] for r in runs if r["initial_loss"] is not None]
+            initial = max(known, default=math.nan)
             value = lr_sensitivity(losses, initial)
             if value is not None:
                 values.append(value)

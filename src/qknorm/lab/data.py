@@ -62,7 +62,9 @@ class Dataset:
 
     def holdout_batches(self, count: int, batch: int, context: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Up to `count` fixed batches, evenly spread over the held-out tokens."""
-        starts = torch.linspace(0, len(self.holdout) - context - 1, count * batch).long()
+        last, parts = len(self.holdout) - context - 1, max(count * batch - 1, 1)
+        # In whole numbers: fp32 cannot tell positions beyond 2^24 apart.
+        starts = torch.arange(count * batch, dtype=torch.int64) * last // parts
         for part in starts.split(batch):
             yield _windows(self.holdout, part, context)
 

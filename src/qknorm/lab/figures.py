@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qknorm.lab import heatmaps
-from qknorm.lab.plot import layout
+from qknorm.lab.plot import finite, layout, plot
 from qknorm.lab.runs import Run
 
 # Okabe-Ito, told apart by every kind of colour vision; black is left to the text.
@@ -21,7 +21,8 @@ def figures(runs: Sequence[Run]) -> list[dict[str, str]]:
     trained = [run for run in runs if run.steps]
     if trained:
         plots.append(
-            _plot(
+            plot(
+                "curve",
                 "loss",
                 "Loss",
                 "Training loss, nats per token; thin: every step, thick: smoothed.",
@@ -29,14 +30,16 @@ def figures(runs: Sequence[Run]) -> list[dict[str, str]]:
             )
         )
     plots += [
-        _plot(
+        plot(
+            "curve",
             "max-logit",
             "Largest attention logit",
             "Over all layers and heads, log axis. Dotted: what the gains allow at most. Band: when the "
             "first growth alert expected a head at the level. Marks: alerts.",
             _max_logit(runs),
         ),
-        _plot(
+        plot(
+            "curve",
             "entropy",
             "Entropy of the sharpest layer",
             "Mean over heads and rows, nats, lowest layer. Near 0 the softmax is one-hot.",
@@ -45,26 +48,24 @@ def figures(runs: Sequence[Run]) -> list[dict[str, str]]:
     ]
     if trained:
         plots.append(
-            _plot("grad-norm", "Gradient norm", "Before clipping, log axis.", _grad_norm(trained))
+            plot(
+                "curve", "grad-norm", "Gradient norm", "Before clipping, log axis.", _grad_norm(trained)
+            )
         )
     watched = [(i, run) for i, run in enumerate(runs) if run.end is not None]
     highest = max(
-        (r.max_logit for run in runs for r in run.attention if math.isfinite(r.max_logit)), default=1.0
+        (r.max_logit for run in runs for r in run.records if math.isfinite(r.max_logit)), default=1.0
     )
     for i, run in watched:
         plots += heatmaps.over_time(i, run, highest)
     for i, run in watched:
         plots += heatmaps.at_the_end(i, run, [end for other in runs if (end := other.end) is not None])
-    return [plot | {"json": _json(plot["figure"])} for plot in plots]
+    return [made | {"json": _json(made["figure"])} for made in plots]
 
 
 def _json(figure: dict[str, Any]) -> str:
     # "</" inside a script element would end it.
     return json.dumps(figure, allow_nan=False).replace("</", "<\\/")
-
-
-def _plot(name: str, title: str, caption: str, figure: dict[str, Any]) -> dict[str, Any]:
-    return {"id": name, "title": title, "caption": caption, "figure": figure, "kind": "curve"}
 
 
 def _line(name: str, x: list[Any], y: list[Any], colour: str, **line: Any) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def _smooth(values: list[float | None], share: float = 0.9) -> list[float | None
 def _loss(runs: Sequence[Run]) -> dict[str, Any]:
     data = []
     for run, colour in _coloured(runs):
-        x, y = [r["step"] for r in run.steps], [r["loss"] for r in run.steps]
+        x, y = [r["step"] for r in run.steps], [finite(r.get("loss")) for r in run.steps]
         data.append(
             _line(run.title, x, y, colour, width=1)
             | {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip"}
@@ -105,11 +106,11 @@ def _loss(runs: Sequence[Run]) -> dict[str, Any]:
 def _max_logit(runs: Sequence[Run]) -> dict[str, Any]:
     data = []
     for run, colour in _coloured(runs):
-        x = [record.step for record in run.attention]
-        data.append(_line(run.title, x, [_finite(r.max_logit) for r in run.attention], colour))
-        bounds = [[layer.bound for layer in r.layers.values()] for r in run.attention]
+        x = [record.step for record in run.records]
+        data.append(_line(run.title, x, [finite(r.max_logit) for r in run.records], colour))
+        bounds = [[layer.bound for layer in r.layers.values()] for r in run.records]
         if bounds and all(b is not None for bound in bounds for b in bound):
-            top = [_finite(max(b for b in bound if b is not None)) for bound in bounds]
+            top = [finite(max(b for b in bound if b is not None)) for bound in bounds]
             data.append(_line(f"{run.title}, bound", x, top, colour, width=1.5, dash="dot"))
         data += _forecast(run, colour) + _alert_marks(run, colour)
     return {"data": data, "layout": layout("logit", log=True)}
@@ -143,7 +144,7 @@ SYMBOLS: dict[str, str] = {"info": "circle-open", "warning": "triangle-up", "ala
 
 def _alert_marks(run: Run, colour: str) -> list[dict[str, Any]]:
     """One mark for each record and severity, where the curve was; information is left to the table."""
-    height = {record.step: _finite(record.max_logit) for record in run.attention}
+    height = {record.step: finite(record.max_logit) for record in run.records}
     said: dict[tuple[int, str], list[str]] = {}
     for alert in run.alerts:
         if alert.severity != "info":
@@ -173,13 +174,9 @@ def _alert_marks(run: Run, colour: str) -> list[dict[str, Any]]:
 def _entropy(runs: Sequence[Run]) -> dict[str, Any]:
     data = []
     for run, colour in _coloured(runs):
-        x = [record.step for record in run.attention]
-        data.append(_line(run.title, x, [_finite(r.entropy_nats) for r in run.attention], colour))
+        x = [record.step for record in run.records]
+        data.append(_line(run.title, x, [finite(r.entropy_nats) for r in run.records], colour))
     return {"data": data, "layout": layout("nats")}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _grad_norm(runs: Sequence[Run]) -> dict[str, Any]:
@@ -187,7 +184,7 @@ def _grad_norm(runs: Sequence[Run]) -> dict[str, Any]:
         _line(
             run.title,
             [r["step"] for r in run.steps],
-            [r["grad_norm"] for r in run.steps],
+            [finite(r.get("grad_norm")) for r in run.steps],
             colour,
             width=1,
         )

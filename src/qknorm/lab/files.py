@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torch import Tensor
-
 CHECKPOINT_FILE = "checkpoint.pt"
 CONFIG_FILE = "config.json"
 ENVIRONMENT_FILE = "environment.json"
@@ -24,9 +22,7 @@ COMPARISON_FILES = (REPORT_FILE, SUMMARY_FILE)
 
 
 def plain(value: Any) -> Any:
-    """A value as strict JSON takes it: tensors as nested lists, floats of 6 digits, no NaN."""
-    if isinstance(value, Tensor):
-        return plain(value.tolist())
+    """A value as strict JSON takes it: floats of 7 digits, None for those that are not finite."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

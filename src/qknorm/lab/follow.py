@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.restarted = False
-        self._offset = 0
+        self._offset = self._lines = 0
         self._inode: int | None = None
 
     def poll(self) -> list[dict[str, Any]]:
-        """The new lines; none if the file is away at the moment. A line that is not JSON is left out."""
+        """The new lines, see `jsonl.parse`; none if the file is away at the moment."""
         self.restarted = False
         try:
             with self.path.open("rb") as file:
@@ -31,19 +32,14 @@ class Follower:
                 if self._offset and (
                     status.st_size < self._offset or self._inode not in (None, status.st_ino)
                 ):
-                    self._offset, self.restarted = 0, True
+                    self._offset, self._lines, self.restarted = 0, 0, True
                 self._inode = status.st_ino
                 file.seek(self._offset)
                 data = file.read()
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
+        first = self._lines + 1
         self._offset += len(whole)
-        lines = []
-        for text in whole.splitlines():
-            try:
-                line = jsonl.loads(text)
-            except ValueError:
-                continue
-            lines.append(jsonl.check(line, self.path))
-        return lines
+        self._lines += whole.count(b"\n")
+        return list(jsonl.parse(io.BytesIO(whole), self.path, first))

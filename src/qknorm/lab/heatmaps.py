@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from qknorm.lab.plot import layout
+from qknorm.lab.plot import finite, layout, plot
 from qknorm.lab.runs import Run
 from qknorm.monitor.record import LayerRecord, Record
 
@@ -20,20 +20,22 @@ def at_the_end(index: int, run: Run, ends: Sequence[Record]) -> list[dict[str, A
     """Layer x head: largest logit and entropy, on one colour scale for all runs."""
     record = run.end
     assert record is not None
-    when = "held-out text, end of the run" if run.final else f"step {record.step}"
+    when = "held-out text, end of the run" if record.phase == "eval" else f"step {record.step}"
     logits = [v for end in ends for layer in end.layers.values() for v in map(_log, layer.max_logit)]
     entropies = [v for end in ends for layer in end.layers.values() for v in layer.entropy_nats]
-    tops = [[_finite(v) for v in layer.max_logit] for layer in record.layers.values()]
-    nats = [[_finite(v) for v in layer.entropy_nats] for layer in record.layers.values()]
+    tops = [[finite(v) for v in layer.max_logit] for layer in record.layers.values()]
+    nats = [[finite(v) for v in layer.entropy_nats] for layer in record.layers.values()]
     names = short_names(list(record.layers))
     return [
-        _plot(
+        plot(
+            "heat",
             f"heat-{index}-max-logit",
             f"Largest logit: {run.title}",
             f"Layer x head, {when}. Colour by magnitude, the same for all runs.",
             _table(names, tops, [[_log(v) for v in row] for row in tops], WARM, _top(logits)),
         ),
-        _plot(
+        plot(
+            "heat",
             f"heat-{index}-entropy",
             f"Entropy, nats: {run.title}",
             f"Layer x head, {when}. Dark is sharp, the same for all runs.",
@@ -45,8 +47,8 @@ def at_the_end(index: int, run: Run, ends: Sequence[Record]) -> list[dict[str, A
 def over_time(index: int, run: Run, highest: float) -> list[dict[str, Any]]:
     """Head x step up to a `highest` logit, or layer x step in a model of many heads; none with fewer
     than two records."""
-    each = math.ceil(len(run.attention) / MOST_COLUMNS) or 1
-    records = run.attention
+    each = math.ceil(len(run.records) / MOST_COLUMNS) or 1
+    records = run.records
     if len(records) < 2:
         return []
     names = list(dict.fromkeys(name for record in records for name in record.layers))
@@ -71,20 +73,20 @@ def over_time(index: int, run: Run, highest: float) -> list[dict[str, Any]]:
 
     tops, ratios = over_steps("max_logit", max), over_steps("entropy_ratio", min)
     return [
-        _plot(
+        plot(
+            "time",
             f"time-{index}-max-logit",
             f"Largest logit over time: {run.title}",
             f"{what} x step. Colour by magnitude, the same for all runs.",
             _grid(labels, steps, tops, [[_log(v) for v in row] for row in tops], WARM, _log(highest)),
-        )
-        | {"kind": "time"},
-        _plot(
+        ),
+        plot(
+            "time",
             f"time-{index}-entropy",
             f"Entropy over time: {run.title}",
             f"{what} x step, as a share of ln(visible keys). Dark is sharp.",
             _grid(labels, steps, ratios, ratios, COLD, 1.0),
-        )
-        | {"kind": "time"},
+        ),
     ]
 
 
@@ -110,21 +112,13 @@ def _known(values: Sequence[float | None]) -> list[float]:
 def _of(layer: LayerRecord | None, name: str, head: int | None, extreme: Any) -> float | None:
     values = [] if layer is None else getattr(layer, name)
     if head is not None:
-        return _finite(values[head]) if head < len(values) else None
-    finite = [v for v in values if math.isfinite(v)]
-    return extreme(finite) if finite else None
-
-
-def _plot(name: str, title: str, caption: str, figure: dict[str, Any]) -> dict[str, Any]:
-    return {"id": name, "title": title, "caption": caption, "figure": figure, "kind": "heat"}
+        return finite(values[head]) if head < len(values) else None
+    known = [v for v in values if math.isfinite(v)]
+    return extreme(known) if known else None
 
 
 def _log(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else math.log10(max(value, 1.0))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _top(values: Sequence[float | None]) -> float:

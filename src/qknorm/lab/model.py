@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qknorm.lab.capped import Cap, CappedAttention
 from qknorm.nn import Attention, AttentionConfig, KVCache, RotaryEmbedding
-from qknorm.nn.attention import SinkKind
-from qknorm.ops import Stats
+from qknorm.nn.attention_config import SinkKind
 from qknorm.spec import Mask, NormDialect, Rope, UnsupportedError
 
 
@@ -106,15 +104,10 @@ class Block(nn.Module):
         self.up = nn.Linear(c.dim, int(c.mlp_ratio * c.dim), bias=False)
         self.down = nn.Linear(int(c.mlp_ratio * c.dim), c.dim, bias=False)
 
-    def forward(
-        self, x: Tensor, rope: Rope | None, mask: Mask, cache: KVCache | None, stats: bool
-    ) -> tuple[Tensor, Stats | None]:
-        """x `[B, T, C]` to the same, and the statistics if asked for."""
-        attended, found = self.attention(
-            self.attention_norm(x), rope=rope, mask=mask, cache=cache, stats=stats
-        )
-        x = x + attended
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x)))), found
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: KVCache | None) -> Tensor:
+        """x `[B, T, C]` to the same."""
+        x = x + self.attention(self.attention_norm(x), rope=rope, mask=mask, cache=cache)
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
 class LanguageModel(nn.Module):
@@ -130,9 +123,17 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = nn.RMSNorm(c.dim, eps=1e-6)
         self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
-        self.reset_parameters()
+        self._draw_weights()
 
     def reset_parameters(self) -> None:
+        """First values of the whole model, submodules included, as the constructor gives them."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and reset is not None:
+                reset()
+        self._draw_weights()
+
+    def _draw_weights(self) -> None:
         """Normal weights of std 0.02; those that write to the residual stream scaled by 1/sqrt(2L)."""
         for name, weight in self.named_parameters():
             if weight.ndim == 2 and (name.endswith("weight")):
@@ -140,9 +141,9 @@ class LanguageModel(nn.Module):
                 std = 0.02 / (2 * self.config.layers) ** 0.5 if writes else 0.02
                 nn.init.normal_(weight, std=std)
 
-    def rope(self, tokens: int, start: int = 0) -> Rope | None:
-        """The rotary table of `tokens` positions from `start`."""
-        return None if self.rotary is None else self.rotary(tokens, start=start)
+    def rope(self, tokens: int) -> Rope | None:
+        """The rotary table of the first `tokens` positions."""
+        return None if self.rotary is None else self.rotary(tokens)
 
     def forward(
         self,
@@ -150,21 +151,22 @@ class LanguageModel(nn.Module):
         *,
         mask: Mask = Mask(causal=True),
         caches: list[KVCache] | None = None,
-        stats: bool = False,
-    ) -> tuple[Tensor, list[Stats]]:
-        """tokens int64 `[B, T]` to logits `[B, T, V]`, and one `Stats` per layer if asked for.
+    ) -> Tensor:
+        """tokens int64 `[B, T]` to logits `[B, T, V]`.
 
         With `caches`, one per layer, the tokens follow those already cached.
         """
-        start = caches[0].length if caches else 0
-        rope = self.rope(tokens.shape[1], start)
+        cached = caches[0].length if caches else 0
+        if caches and [cache.length for cache in caches] != [cached] * len(self.blocks):
+            raise ValueError(
+                f"each of the {len(self.blocks)} layers needs a cache, and all must be equally long; "
+                f"got {[cache.length for cache in caches]}"
+            )
+        rope = self.rope(cached + tokens.shape[1])
         x = self.embed(tokens)
-        found: list[Stats] = []
         for i, block in enumerate(self.blocks):
-            x, one = block(x, rope, mask, caches[i] if caches else None, stats)
-            if one is not None:
-                found.append(one)
-        return self.head(self.norm(x)), found
+            x = block(x, rope, mask, caches[i] if caches else None)
+        return self.head(self.norm(x))
 
     def attention_layers(self) -> list[Attention]:
         """The attention of each block, in order."""
@@ -173,10 +175,3 @@ class LanguageModel(nn.Module):
     def new_caches(self, batch: int, max_length: int) -> list[KVCache]:
         """Empty caches, one per layer."""
         return [layer.new_cache(batch, max_length) for layer in self.attention_layers()]
-
-    def logit_bounds(self, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """`[L, Hq]`, the largest |logit| that the gains allow within `tokens` positions, or None."""
-        rope = self.rope(tokens)
-        bounds = [layer.logit_bound(rope, dtype) for layer in self.attention_layers()]
-        known = [bound for bound in bounds if bound is not None]
-        return torch.stack(known) if known else None

@@ -1,8 +1,19 @@
-"""How all plots look."""
+"""What all plots share: how they look, where they go on the page, and what cannot be drawn."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+
+def plot(kind: str, name: str, title: str, caption: str, figure: dict[str, Any]) -> dict[str, Any]:
+    """A figure with its place on the page, element id, and words."""
+    return {"id": name, "title": title, "caption": caption, "figure": figure, "kind": kind}
+
+
+def finite(value: float | None) -> float | None:
+    """A number that can be drawn, or None."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def layout(ytitle: str, *, log: bool = False) -> dict[str, Any]:

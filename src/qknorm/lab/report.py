@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from importlib.resources import files
@@ -22,7 +23,7 @@ def words(summary: Sequence[dict[str, Any]]) -> list[str]:
     Arms are compared at equal rates, over the seeds that both have.
     """
     keys = [(r["arm"], r["lr"], r["seed"]) for r in summary]
-    ended = {k: r for k, r in zip(keys, summary, strict=True) if r["final_loss"] is not None}
+    ended = {k: r for k, r in zip(keys, summary, strict=True) if _is_whole(r)}
     sentences = []
     if len(set(keys)) < len(keys):  # runs of several configurations: no twins to compare
         return [_alone(r) for r in summary]
@@ -46,14 +47,23 @@ def words(summary: Sequence[dict[str, Any]]) -> list[str]:
     return sentences or ["No run has ended yet."]
 
 
+def _is_whole(r: dict[str, Any]) -> bool:
+    """Whether all three numbers are finite."""
+    return None not in (r["final_loss"], r["max_logit"], r["entropy_nats"])
+
+
 def _alone(r: dict[str, Any]) -> str:
     """One run by itself."""
+    who = f"{r['arm']} at {r['lr']:g} (seed {r['seed']}) ended"
     if r["final_loss"] is None:
-        return f"{r['arm']} at {r['lr']:g} (seed {r['seed']}) ended without a finite loss."
+        return f"{who} without a finite loss."
+    if not _is_whole(r):
+        return (
+            f"{who} with a held-out loss of {r['final_loss']:.3f}, and its attention was not measured."
+        )
     return (
-        f"{r['arm']} at {r['lr']:g} (seed {r['seed']}) ended with a held-out loss of "
-        f"{r['final_loss']:.3f}, a largest logit of {r['max_logit']:,.1f} and a lowest layer entropy of "
-        f"{r['entropy_nats']:.3f} nats."
+        f"{who} with a held-out loss of {r['final_loss']:.3f}, a largest logit of "
+        f"{r['max_logit']:,.1f} and a lowest layer entropy of {r['entropy_nats']:.3f} nats."
     )
 
 
@@ -112,6 +122,7 @@ def write_report(runs: Sequence[Run], path: Path) -> Path:
         curves=figures(runs),
         shared=_shared([_flat(run.config) for run in runs]),
         own=[_own(run, runs) for run in runs],
+        layers=_layers,
         environment=runs[0].environment,
         divergence_rule=DIVERGENCE_RULE,
     )
@@ -127,6 +138,32 @@ def _alarms(runs: Sequence[Run]) -> list[str]:
         if alarm is not None:
             sentences.append(f"{run.title}: alarm {alarm.code} at step {alarm.step}: {alarm.message}.")
     return sentences
+
+
+def _layers(run: Run) -> list[list[str]]:
+    """What the newest record says of each layer beside its heads, as a row of a table."""
+    assert run.end is not None
+    return [
+        [
+            name,
+            _cell([layer.top]),
+            _cell([] if layer.bound is None else [layer.bound]),
+            " and ".join(_cell([gain]) for gain in layer.gain_max or ()) or "-",
+            _cell(layer.seen("entropy_nats")),
+            _cell(layer.seen("entropy_ratio")),
+            _cell(layer.sink_mass and layer.seen("sink_mass")),
+            _cell(layer.first_mass and layer.seen("first_mass")),
+            _cell(layer.q_rms),
+            _cell(layer.k_rms),
+        ]
+        for name, layer in run.end.layers.items()
+    ]
+
+
+def _cell(values: Sequence[float] | None) -> str:
+    """The mean in four digits; a dash for what is not there or not finite."""
+    mean = statistics.fmean(values) if values else math.nan
+    return f"{mean:.4g}" if math.isfinite(mean) else "-"
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qknorm.lab.files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE
-from qknorm.lab.log import read
-from qknorm.lab.timeline import Timeline, lab_record, log_file
+from qknorm.lab.timeline import Timeline, log_file
 from qknorm.monitor.alerts import ORDER, Alert
 from qknorm.monitor.record import Record
 from qknorm.monitor.to.jsonl import RANK_FILES, read_lines
@@ -18,38 +17,21 @@ from qknorm.monitor.to.jsonl import RANK_FILES, read_lines
 MOST_ALERTS = 40  # of a run, in a report
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One run folder.
+@dataclass(kw_only=True)
+class Run(Timeline):
+    """One run folder: what it logged, and how it was set up.
 
     Attributes:
         name: of the folder.
         title: arm, rate and seed; with the folder where that is not enough, and the folder alone for a
             run that is not of the lab.
         config, environment: as saved; empty for a run that is not of the lab.
-        steps: lines of every step of the lab.
-        final: the last line, None for a run that has not ended.
-        attention: what was recorded of it in training.
-        alerts: as they were given.
-        has_ended: whether the run said so.
     """
 
     name: str
     title: str
     config: dict[str, Any]
     environment: dict[str, Any]
-    steps: list[dict[str, Any]]
-    final: dict[str, Any] | None
-    attention: list[Record]
-    alerts: list[Alert]
-    has_ended: bool
-
-    @property
-    def last_step(self) -> int:
-        """The newest one."""
-        return max(
-            self.steps[-1]["step"] if self.steps else 0, *(r.step for r in self.attention[-1:]), 0
-        )
 
     @property
     def has_alarm(self) -> bool:
@@ -70,9 +52,9 @@ class Run:
     @property
     def end(self) -> Record | None:
         """Attention on held-out text at the end, or else the newest record."""
-        if self.final is not None:
-            return lab_record(self.final, "eval")
-        return self.attention[-1] if self.attention else None
+        if self.final is not None and self.evaluation is not None:
+            return self.evaluation
+        return self.records[-1] if self.records else None
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -95,38 +77,28 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read run folders. Raises ValueError for one that is not whole."""
+    """Read run folders. Raises ValueError for one that holds no step, or no settings."""
     runs = [_load(folder) for folder in folders]
     titles = [run.title for run in runs]
-    return [
-        replace(run, title=f"{run.title} ({folder})") if titles.count(run.title) > 1 else run
-        for run, folder in zip(runs, folders, strict=True)
-    ]
+    for run, folder in zip(runs, folders, strict=True):
+        if titles.count(run.title) > 1:
+            run.title = f"{run.title} ({folder})"
+    return runs
 
 
 def _load(folder: Path) -> Run:
     path = log_file(folder)
     if path is None:
         raise ValueError(f"no log in {folder}: is this the folder of a run?")
-    is_lab = path.name == METRICS_FILE
-    lines = read(path) if is_lab else list(read_lines(path))
-    timeline = Timeline()
-    for line in lines:
-        timeline.feed(line)
-    if timeline.step < 0:
+    run = Run(name=folder.name, title=folder.name, config={}, environment={})
+    for line in read_lines(path):
+        run.feed(line)
+    if run.step < 0:
         raise ValueError(f"{folder} holds no step yet: nothing to report")
-    config = _read_json(folder / CONFIG_FILE) if is_lab else {}
-    return Run(
-        name=folder.name,
-        title=f"{config['arm']}, lr {config['lr']:g}, seed {config['seed']}" if is_lab else folder.name,
-        config=config,
-        environment=_read_json(folder / ENVIRONMENT_FILE) if is_lab else {},
-        steps=[line for line in lines if line["kind"] == "step"],
-        final=timeline.final,
-        attention=timeline.records,
-        alerts=timeline.alerts,
-        has_ended=timeline.has_ended,
-    )
+    if path.name == METRICS_FILE:
+        run.config, run.environment = (_read_json(folder / n) for n in (CONFIG_FILE, ENVIRONMENT_FILE))
+        run.title = f"{run.config['arm']}, lr {run.config['lr']:g}, seed {run.config['seed']}"
+    return run
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def generate(
     caches = model.new_caches(1, len(ids) + tokens)
     fresh = torch.tensor([ids])
     for _ in range(tokens):
-        logits = model(fresh, caches=caches)[0][0, -1].float()
+        logits = model(fresh, caches=caches)[0, -1].float()
         if not logits.isfinite().all():
             raise ValueError("the model's logits are not finite: its training diverged")
         if temperature == 0:

@@ -1,4 +1,4 @@
-"""A small trainer: AdamW, warm-up, clipping, exact resume, and the two numbers of every head.
+"""A small trainer: AdamW, warm-up, clipping, exact resume, under the monitor that users attach.
 
 A run folder holds `config.json`, `environment.json`, `metrics.jsonl` and `checkpoint.pt`.
 """
@@ -9,8 +9,8 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qknorm.checks import check_eps
-from qknorm.lab import checkpoint, data, environment, files
-from qknorm.lab.log import MetricsLog, require_tensorboard
+from qknorm.lab import checkpoint, data, files
+from qknorm.lab.folder import OnItem, RunFolder, is_first_rank, summary_writer
 from qknorm.lab.model import LanguageModel, ModelConfig
-from qknorm.lab.timeline import lab_record
 from qknorm.lab.verdict import divergence
-from qknorm.monitor.alerts import Alerts
+from qknorm.monitor import Monitor, Record
+from qknorm.monitor.to.jsonl import Item
 from qknorm.nn import param_groups
-from qknorm.ops import Stats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,8 @@ class TrainConfig:
         dtype: "float32", or "bfloat16" for autocast.
         compile: use torch.compile.
         seed: of weights and batches.
-        stats_every: steps between records of the attention statistics; 0 for none but the final one.
+        stats_every: the monitor observes the steps that are a multiple of it; 0 for none. The last
+            evaluation is always observed.
         eval_batches: held-out batches at the end.
         checkpoint_every: steps; 0 for only at the end.
         tensorboard: also write event files.
@@ -128,21 +128,18 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        record: the final record, or None if the run was stopped before its last step.
+        final: the line that says how it came out; None if it was stopped before its last step.
         steps: steps done.
         stopped: a signal asked to stop, perhaps too late to cut this run short.
     """
 
-    record: dict[str, Any] | None
+    final: dict[str, Any] | None
     steps: int
     stopped: bool = False
 
 
-OnRecord = Callable[[dict[str, Any]], None]
-
-
 class Trainer:
-    """One run in memory: model, optimizer, data, and the losses so far."""
+    """One run in memory: model, optimizer, data, the losses so far, and why it cannot go on, if so."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = c = config
@@ -157,61 +154,88 @@ class Trainer:
             groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=1e-8, fused=True
         )
         self.forward = torch.compile(self.model, dynamic=False) if c.compile else self.model
-        self.autocast_dtype = torch.bfloat16 if c.dtype == "bfloat16" else None
-        self.step = 0
         self.losses: list[float] = []
+        self.failure: str | None = None
+        self.monitor = Monitor.attach(self.model, every=c.stats_every) if c.stats_every else None
+        self._begin(after=0)
 
-    @property
-    def lost(self) -> bool:
-        """The last loss is not finite: nothing is left to train."""
-        return bool(self.losses) and not math.isfinite(self.losses[-1])
+    def _begin(self, *, after: int) -> None:
+        """Go on after so many steps. Steps are counted from 1, those of the monitor too."""
+        self.step = after
+        if self.monitor is not None:
+            self.monitor.load_state_dict({"step_count": after + 1})
 
-    def train_step(self) -> dict[str, Any]:
-        """One optimizer step; returns its record."""
+    def train_step(self) -> list[Item]:
+        """One optimizer step; returns what the monitor saw of it, and last a line of its own.
+
+        Where the loss or the gradient is not finite no weight is changed, and `failure` says so.
+        """
         c = self.config
         began = time.perf_counter()
         self.step += 1
         for group in self.optimizer.param_groups:
             group["lr"] = c.rate(self.step)
         inputs, targets = self.data.batch(c.seed, self.step, c.batch, c.context)
-        watch = c.stats_every > 0 and (self.step % c.stats_every == 0 or self.step == 1)
         with self._autocast():
-            logits, stats = self.forward(inputs, stats=watch)
+            logits = self.forward(inputs)
         loss, z = self._loss(logits, targets)
         (loss + c.z_loss * z if c.z_loss else loss).backward()
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), math.inf if c.clip is None else c.clip
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(
+                self.model.parameters(), math.inf if c.clip is None else c.clip
+            )
         )
-        # Before the step, so that the bound is that of the weights that were measured.
-        watched = self._attention_record(stats) if watch else {}
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         self.losses.append(float(loss.detach()))
+        # Before the step, so that gains and bound are those of the weights that were measured.
+        records = [] if self.monitor is None else [self._with_cap(r) for r in self.monitor.step()]
+        if math.isfinite(self.losses[-1]) and math.isfinite(norm):
+            self.optimizer.step()
+        else:
+            what = "gradient norm" if math.isfinite(self.losses[-1]) else "loss"
+            self.failure = f"the {what} is not finite at step {self.step}"
+        self.optimizer.zero_grad()
         seconds = time.perf_counter() - began
-        record: dict[str, Any] = {
+        line = {
             "kind": "step",
             "step": self.step,
             "loss": self.losses[-1],
-            "grad_norm": float(norm),
+            "grad_norm": norm,
             "lr": c.rate(self.step),
             "step_ms": 1e3 * seconds,
             "tokens_per_s": inputs.numel() / seconds,
         }
-        return record | watched
+        return [*records, line]
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, Any]:
-        """Held-out loss and statistics, merged over batches."""
+    def evaluate(self) -> tuple[float, Record]:
+        """Held-out loss, and the record of the attention. The watching of the training ends."""
         c = self.config
+        if self.monitor is not None:
+            self.monitor.detach()
         total, tokens = 0.0, 0
-        merged: list[Stats] = []
-        for inputs, targets in self.data.holdout_batches(c.eval_batches, c.batch, c.context):
-            with self._autocast():
-                logits, stats = self.model(inputs, stats=True)
-            total += float(self._loss(logits, targets)[0]) * targets.numel()
-            tokens += targets.numel()
-            merged = [a.merge(b) for a, b in zip(merged, stats, strict=True)] if merged else stats
-        return {"final_loss": total / tokens} | self._attention_record(merged)
+        self.model.eval()
+        with Monitor.attach(self.model, every=1) as monitor:
+            monitor.load_state_dict({"step_count": self.step})
+            for inputs, targets in self.data.holdout_batches(c.eval_batches, c.batch, c.context):
+                with self._autocast():
+                    logits = self.model(inputs)
+                total += float(self._loss(logits, targets)[0]) * targets.numel()
+                tokens += targets.numel()
+            nothing = Record(step=self.step, phase="eval", layers={})
+            record = next(iter(monitor.flush()), nothing)
+        self.model.train()
+        return total / tokens, self._with_cap(record)
+
+    def _with_cap(self, record: Record) -> Record:
+        """A cap bounds the logits as a norm does, and the monitor knows norms only."""
+        cap = self.config.model.cap
+        if cap is None:
+            return record
+        layers = {
+            name: replace(layer, bound=min(cap.limit, math.inf if layer.bound is None else layer.bound))
+            for name, layer in record.layers.items()
+        }
+        return replace(record, layers=layers)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy in nats per token, and the mean squared log of the denominator."""
@@ -219,34 +243,15 @@ class Trainer:
         loss = F.cross_entropy(logits, targets.flatten())
         return loss, logits.logsumexp(-1).square().mean() if self.config.z_loss else loss.new_zeros(())
 
-    def _attention_record(self, stats: list[Stats]) -> dict[str, Any]:
-        """Statistics `[layer][head]` and the two numbers that the progress view shows."""
-        entropy = torch.stack([s.entropy_nats for s in stats])
-        maximum = torch.stack([s.max_logit for s in stats])
-        bounds = self.model.logit_bounds(self.config.context, self.autocast_dtype or torch.float32)
-        return {
-            "max_logit": float(maximum.max()),
-            "entropy_nats": float(entropy.mean(1).min()),
-            "layers": {
-                "max_logit": maximum,
-                "bound": bounds,
-                "entropy_nats": entropy,
-                "entropy_ratio": torch.stack([s.entropy_ratio for s in stats]),
-                "sink_mass": torch.stack([s.sink_mass for s in stats]),
-            },
-        }
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
-    def _autocast(self) -> Any:
-        if self.autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast("cpu", dtype=self.autocast_dtype)
-
-    def final_record(self) -> dict[str, Any]:
-        """The line that ends a run's log, and a record of `summary.json`."""
+    def final(self) -> tuple[dict[str, Any], Record]:
+        """How the run came out, as in its log and in `summary.json`, and the attention at its end."""
         c = self.config
-        found = self.evaluate()
-        reason = divergence(self.losses, found["final_loss"])
-        return {
+        loss, record = self.evaluate()
+        reason = self.failure or divergence(self.losses, loss)
+        line = {
             "kind": "final",
             "arm": c.arm,
             "lr": c.lr,
@@ -255,7 +260,11 @@ class Trainer:
             "initial_loss": self.losses[0],
             "diverged": reason is not None,
             "reason": reason,
-        } | found
+            "final_loss": loss,
+            "max_logit": record.max_logit,
+            "entropy_nats": record.entropy_nats,
+        }
+        return files.plain(line), record
 
     def state(self) -> dict[str, Any]:
         """Everything that a run needs to go on."""
@@ -263,6 +272,7 @@ class Trainer:
             "config": asdict(self.config),
             "step": self.step,
             "losses": self.losses,
+            "failure": self.failure,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -280,7 +290,8 @@ class Trainer:
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.losses = state["step"], list(state["losses"])
+        self.losses, self.failure = list(state["losses"]), state["failure"]
+        self._begin(after=state["step"])
 
 
 @contextmanager
@@ -315,7 +326,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    on_record: OnRecord = lambda record: None,
+    on_item: OnItem = lambda item: None,
 ) -> Outcome:
     """Train, log and save into a run folder.
 
@@ -327,52 +338,47 @@ def train(
         folder: where it goes.
         resume: continue from its checkpoint.
         overwrite: start anew in a folder that holds a run.
-        on_record: called with every record, and every alert, as it is logged.
+        on_item: called with each record, alert and line, when it is in the log.
 
     Raises:
         ValueError: bad input, or a folder that holds a run already.
     """
-    path = folder / files.CHECKPOINT_FILE
-    state = checkpoint.load(path) if resume else None
-    if not resume and not overwrite:
+    state = checkpoint.load(folder / files.CHECKPOINT_FILE) if resume else None
+    if not resume and not overwrite and is_first_rank():
         files.refuse_if_taken(folder, files.RUN_FILES, "the run")
     if config.tensorboard:
-        require_tensorboard()
+        summary_writer()
     trainer = Trainer(config)
     if state is not None:
         trainer.restore(state)
-    if state is None:
-        files.remove_run(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    files.replace_json(folder / files.CONFIG_FILE, asdict(config))
-    files.replace_json(folder / files.ENVIRONMENT_FILE, environment.describe())
-    log = MetricsLog(
-        folder, resume_after=None if state is None else trainer.step, tensorboard=config.tensorboard
+    run = RunFolder(
+        folder,
+        asdict(config),
+        resume_after=None if state is None else trainer.step,
+        tensorboard=config.tensorboard,
+        on_item=on_item,
     )
 
-    alerts = Alerts()
-    alerts.replay(lab_record(record) for record in log.kept if "layers" in record)
-
-    def put(record: dict[str, Any]) -> None:
-        log.write(record)
-        on_record(record)
-        if record["kind"] == "step" and "layers" in record:
-            for alert in alerts(lab_record(record)):
-                line = {"kind": "alert"} | alert.to_json()
-                log.write(line)
-                on_record(line)
+    def save() -> None:
+        try:
+            run.save(trainer.state())
+        except checkpoint.NotFiniteError as error:
+            trainer.failure = trainer.failure or f"after step {trainer.step} {error}"
 
     try:
         with _stop_requests() as stop_asked:
-            while trainer.step < config.steps and not stop_asked() and not trainer.lost:
-                put(trainer.train_step())
+            while trainer.step < config.steps and not stop_asked() and trainer.failure is None:
+                for item in trainer.train_step():
+                    run.put(item)
                 if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
-                    checkpoint.save(trainer.state(), path)
-            checkpoint.save(trainer.state(), path)
-            if stop_asked() and trainer.step < config.steps and not trainer.lost:
-                return Outcome(record=None, steps=trainer.step, stopped=True)
-            record = trainer.final_record()
-            put(record)
-            return Outcome(record=record, steps=trainer.step, stopped=stop_asked())
+                    save()
+            save()
+            if stop_asked() and trainer.step < config.steps and trainer.failure is None:
+                return Outcome(final=None, steps=trainer.step, stopped=True)
+            final, record = trainer.final()
+            run.put(final)
+            run.put(record)
+            run.close(ended=True)
+            return Outcome(final=final, steps=trainer.step, stopped=stop_asked())
     finally:
-        log.close()
+        run.close()

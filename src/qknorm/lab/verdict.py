@@ -8,9 +8,13 @@ from collections.abc import Sequence
 # Wortsman et al. 2023 (arXiv 2309.14322), sec. 2.1.
 WORTSMAN_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 DIVERGENCE_RULE = (
-    "diverged: a loss that is not finite, a final loss above the initial loss - 0.1, or a training "
-    "loss above its best so far + 1.0 throughout the last 10 % of the steps"
+    "diverged: a loss, a gradient or a weight that is not finite, a final loss above the initial loss - "
+    "0.1, or a training loss above its best so far + 1.0 throughout the last 10 % of the steps"
 )
+SUMMARY_KEYS = (
+    "arm", "lr", "seed", "final_loss", "max_logit", "entropy_nats", "diverged", "reason",
+    "initial_loss", "steps",
+)  # fmt: skip
 
 
 def divergence(losses: Sequence[float], final_loss: float) -> str | None:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qknorm.monitor import measure, operators
+from qknorm.monitor import fields, measure, operators
 from qknorm.monitor.forward import Switch, Watcher
-from qknorm.monitor.measure import ScoreMod
 from qknorm.monitor.norms import Norms
 from qknorm.monitor.operators import TOKEN
 from qknorm.monitor.reduce import FACTS, Key, Part, Place
+from qknorm.monitor.view import MaskOf, ScoreMod, score_modified, softcap
 from qknorm.ops import Stats
 from qknorm.spec import default_scale
 
@@ -49,7 +49,8 @@ class Teller:
         q: Tensor,
         k: Tensor,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | MaskOf | None = None,
+        documents: Tensor | None = None,
         sink: Tensor | None = None,
         causal: bool = False,
         window: int | None = None,
@@ -58,19 +59,26 @@ class Teller:
         score_mod: ScoreMod | None = None,
         cross: bool = False,
     ) -> None:
-        """One call: q `[B, Hq, Tq, D]` and k `[B, Hk, Tk, D]` as they enter the product."""
+        """One call: q `[B, Hq, Tq, D]` and k `[B, Hk, Tk, D]` as they enter the product; see
+        `measure.Seen`."""
         device = q.device.type
         if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
             # The product that follows rounds them so.
             low = torch.get_autocast_dtype(device)
             q, k = q.to(low), k.to(low)
-        call = (q.detach(), k.detach(), mask, sink, causal, window, scale)
-        if score_mod is None:
-            torch.ops.qknorm.monitor_observe(TOKEN, self.handle, *call, softcap, cross)
-        elif torch.compiler.is_compiling():
-            self.refuse("score_mod inside a compiled model cannot be measured; compile flex_attention")
-        else:  # which no operator takes
-            operators.tell(self.handle, "measure", *call, score_mod, cross)
+        if torch.compiler.is_compiling():  # no operator takes a function
+            if score_mod is not None:
+                self.refuse(
+                    "score_mod inside a compiled model cannot be measured; compile flex_attention"
+                )
+                return
+            if mask is not None and not isinstance(mask, Tensor):
+                mask = mask(*(torch.arange(x.shape[2], device=q.device) for x in (q, k)))
+        call = (q.detach(), k.detach(), mask, documents, sink, causal, window, scale, softcap)
+        if score_mod is None and (mask is None or isinstance(mask, Tensor)):
+            torch.ops.qknorm.monitor_observe(TOKEN, self.handle, *call, cross)
+        else:
+            operators.tell(self.handle, "measure", *call, cross, score_mod)
 
 
 class Layer(Watcher, Teller):
@@ -117,30 +125,34 @@ class Layer(Watcher, Teller):
         self,
         q: Tensor,
         k: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | MaskOf | None,
+        documents: Tensor | None,
         sink: Tensor | None,
         causal: bool,
         window: int | None,
         scale: float | None,
-        change: float | ScoreMod | None,
+        limit: float | None,
         cross: bool,
+        score_mod: ScoreMod | None = None,
     ) -> None:
-        """Add one call, see `Teller.observe`; `change` is a soft-cap or a function of scores."""
+        """Add one call, see `Teller.observe`; `limit` is that of a soft-cap."""
         if q.numel() == 0 or k.numel() == 0:
             return
-        s = default_scale(q.shape[3]) if scale is None else scale
-        modify = measure.score_modified(change) if callable(change) else measure.softcapped(change)
-        sample = self.switch.sample
-        is_sampled = sample is not None and sample < q.shape[2]
-        self._add(
-            q,
-            k,
-            scale,
-            lambda: measure.of_call(
-                q, k, mask, sink, causal, window, s, modify, sample if is_sampled else None, cross
-            ),
+        change = None if score_mod is None else score_modified(score_mod)
+        seen = measure.Seen(
+            scale=default_scale(q.shape[3]) if scale is None else scale,
+            mask=mask,
+            documents=documents,
+            sink=sink,
+            causal=causal,
+            window=window,
+            change=change if limit is None else softcap(limit),
+            change_hides=score_mod is not None,
+            sample=self.switch.sample,
+            cross=cross,
         )
-        self.is_sampled |= is_sampled
+        self._add(q, k, scale, lambda: measure.of_call(q, k, seen))
+        self.is_sampled |= seen.sample is not None and seen.sample < q.shape[2]
 
     def wants(self) -> bool:
         """Whether this step is observed."""
@@ -180,7 +192,7 @@ class Layer(Watcher, Teller):
         self.scale = default_scale(self.width) if scale is None else scale
         phase = "train" if self.module.training else "eval"
         if phase in self.buffers:
-            measure.merge_(self.buffers[phase], found)
+            fields.merge_(self.buffers[phase], found)
         else:
             self.buffers[phase] = found
 

@@ -1,88 +1,88 @@
 """What is measured at one call of attention, from q and k as they enter the product.
 
-Shapes: B batch, Tq / Tk tokens, Hq / Hk heads, G = Hq / Hk, D head width.
+A mask of causality, window, documents and padding goes to `qknorm::logit_stats`, for which a device may
+have a kernel of its own. Biases, soft-caps and `score_mod` are streamed in blocks.
+
+Shapes: B batch, Tq / Tk tokens, Hq / Hk heads, D head width, n queries that are looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qknorm import spec
-from qknorm.ops.products import exact_matmul
-
-# FlexAttention's: (score, batch, head, query, key) -> score, on scalars.
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
-# Maps scaled products `[B, Hq, n, hi]` and the n queries to logits, before the bias; may work in place.
-Modify = Callable[[Tensor, Tensor], Tensor]
-
-# Scores held at once, in fp32: 4 MiB where they should stay in a cache, 64 MiB on a device.
-SCORE_BUDGET = {"cpu": 1 << 20}
-DEVICE_SCORE_BUDGET = 1 << 24
-
-# An additive mask hides a pair by this or less; its probability is 0 in any dtype.
-HIDES = -1e4
-
-# Rows of a buffer `[len(FIELDS), Hq]`. The first row is a maximum, the others are sums. Those of k hold
-# one value per key head in their first Hk columns.
-FIELDS = (
-    "max_logit",
-    "entropy",
-    "ratio",
-    "sink",
-    "first",
-    "rows",
-    "ratio_rows",
-    "q_rms",
-    "q_rms_square",
-    "q_rows",
-    "k_rms",
-    "k_rms_square",
-    "k_rows",
-)
-FIELD = {name: i for i, name in enumerate(FIELDS)}
-FUSED = ("max_logit", "entropy", "ratio", "sink", "rows", "ratio_rows")
+from qknorm.monitor.fields import FIELD, FUSED, new_buffer
+from qknorm.monitor.view import Change, MaskOf, View, as_mask_of, both
+from qknorm.ops.logit_stats import sampled_queries
+from qknorm.ops.online_softmax import RowValues, stream_rows
+from qknorm.spec import Mask
 
 
-def new_buffer(heads: int, device: torch.device) -> Tensor:
-    """An empty buffer: -inf for the maximum, zeros for the sums. fp64 where the device has it."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    with torch.inference_mode(False):
-        buffer = torch.zeros(len(FIELDS), heads, dtype=dtype, device=device)
-        buffer[0] = -torch.inf
-    return buffer
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """How an attention was called, beside q and k.
+
+    Attributes:
+        scale: of the products.
+        mask: bool (True: visible) or additive, of at most four axes that broadcast to
+            `[B, Hq, Tq, Tk]`, or a function that makes a block of one.
+        documents: integer ids `[1 or B, Tk]`, as in `qknorm.Mask`.
+        sink: a logit per query head `[Hq]`.
+        causal, window: as in `qknorm.Mask`.
+        change: soft-cap or `score_mod`.
+        change_hides: what `change` sends to -inf is hidden, as by a mask.
+        sample: how many queries are looked at; None for all.
+        cross: queries and keys are of different sequences, whatever their lengths.
+    """
+
+    scale: float
+    mask: Tensor | MaskOf | None = None
+    documents: Tensor | None = None
+    sink: Tensor | None = None
+    causal: bool = False
+    window: int | None = None
+    change: Change | None = None
+    change_hides: bool = False
+    sample: int | None = None
+    cross: bool = False
 
 
-def merge_(buffer: Tensor, other: Tensor) -> None:
-    """Add another buffer of the same heads."""
-    other = other.to(buffer)
-    torch.maximum(buffer[0], other[0], out=buffer[0])
-    buffer[1:] += other[1:]
+class Rows(NamedTuple):
+    """What is known of the rows and tokens of a call.
+
+    Attributes:
+        values: of the queries that are looked at.
+        real: bool, broadcastable to `[B, Hq, n]`: those that count; None for all.
+        starts: bool, the same: the first key that the query sees is one before which its own query sees
+            nothing, the start of a sequence or document; None where that is not known.
+        q_real, k_real: bool `[B or 1, T]`: tokens that are no padding; None for all.
+    """
+
+    values: RowValues
+    real: Tensor | None
+    starts: Tensor | None
+    q_real: Tensor | None
+    k_real: Tensor | None
 
 
-def of_call(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    modify: Modify,
-    sample: int | None,
-    cross: bool,
-) -> Tensor:
-    """The buffer of one call, see `Layer.observe`; of `sample` evenly spaced queries, or all."""
-    buffer = new_buffer(q.shape[1], q.device)
+def of_call(q: Tensor, k: Tensor, seen: Seen) -> Tensor:
+    """The buffer of one call, q `[B, Hq, Tq, D]` and k `[B, Hk, Tk, D]` as they enter the product.
+
+    Raises ValueError if they do not fit together.
+    """
+    (B, Hq, _, D), (Bk, Hk, _, Dk) = q.shape, k.shape
+    if (Bk, Dk) != (B, D) or Hk == 0 or Hq % Hk:
+        raise ValueError(f"q of shape {list(q.shape)} and k of shape {list(k.shape)} do not fit")
+    buffer = new_buffer(Hq, q.device)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        view = View(q.shape[2], k.shape[2], mask, causal, window, q.device, cross=cross)
-        _add_logits(buffer, q, k, view, sink, scale, modify, sample)
-        _add_rms(buffer, "q", q, view.real)
-        _add_rms(buffer, "k", k, view.keys)
+        rows = rows_of(q, k, seen)
+        _add_rows(buffer, rows, seen.sink)
+        _add_rms(buffer, "q", q, rows.q_real)
+        _add_rms(buffer, "k", k, rows.k_real)
     return buffer
 
 
@@ -98,185 +98,128 @@ def of_fused_call(q: Tensor, k: Tensor, *found: Tensor) -> Tensor:
     return buffer
 
 
-def softcapped(softcap: float | None) -> Modify:
-    """Logits of which a soft-cap makes those that count."""
-    return lambda s, _: s if softcap is None else s.div_(softcap).tanh_().mul_(softcap)
+def rows_of(q: Tensor, k: Tensor, seen: Seen) -> Rows:
+    """The statistics of each row, by the plainest way that serves the mask."""
+    (B, _, Tq, _), Tk = q.shape, k.shape[2]
+    queries = None if seen.sample is None else sampled_queries(Tq, seen.sample, torch.device("cpu"))
+    if seen.change is not None:
+        return _streamed_rows(q, k, seen, queries)
+    if seen.mask is None:
+        return _plain_rows(q, k, seen, None, queries)
+    if isinstance(seen.mask, Tensor) and seen.mask.dtype == torch.bool:
+        mask = seen.mask[(None,) * (4 - seen.mask.dim())]
+        if all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, 2)):
+            return _plain_rows(q, k, seen, mask[:, 0, 0].expand(B, Tk), queries)
+    return _streamed_rows(q, k, seen, queries)
 
 
-def score_modified(score_mod: ScoreMod) -> Modify:
-    """FlexAttention's function of single scores as one of blocks."""
-    over = (
-        (0, None, None, None, 0),
-        (0, None, None, 0, None),
-        (0, None, 0, None, None),
-        (0, 0, *[None] * 3),
+def _plain_rows(
+    q: Tensor, k: Tensor, seen: Seen, key_padding: Tensor | None, queries: Tensor | None
+) -> Rows:
+    (B, _, Tq, _), Tk = q.shape, k.shape[2]
+    documents = None if seen.documents is None else seen.documents.expand(B, Tk)
+    mask = Mask(seen.causal, seen.window, documents, key_padding)
+    some = None if queries is None else queries.to(q.device)
+    tokens = None if some is None else some + (Tk - Tq)
+    *of_rows, keys, first = torch.ops.qknorm.logit_stats(
+        *(q if some is None else q[:, :, some], k, tokens, mask.ids, mask.key_padding),
+        *(mask.causal, mask.window, seen.scale),
     )
-    for axes in over:  # keys, queries, heads, batch
-        score_mod = torch.vmap(score_mod, in_dims=axes)
-
-    def modify(s: Tensor, queries: Tensor) -> Tensor:
-        b, h, kv = (torch.arange(n, device=s.device) for n in (s.shape[0], s.shape[1], s.shape[3]))
-        return score_mod(s, b, h, queries.to(s.device), kv).to(s.dtype)
-
-    return modify
-
-
-class Block(NamedTuple):
-    """The view of some queries on the keys [0, hi)."""
-
-    hi: int
-    visible: Tensor  # bool [B or 1, H or 1, n, hi]
-    bias: Tensor | None  # float, the same
+    maximum, log_sum, entropy, first_logit = of_rows
+    values = RowValues(maximum, log_sum, entropy, keys[:, None], first[:, None], first_logit)
+    k_real = None
+    if documents is not None or key_padding is not None:
+        k_real = mask.real_queries(Tk, Tk, q.device)
+    if seen.cross or Tq != Tk:
+        return Rows(values, None, None, None, k_real)
+    if tokens is None:
+        starts = (first == torch.arange(Tq, device=q.device)).gather(1, first)
+    else:
+        starts = ~_sees_before(mask, first)
+    real = k_real if k_real is None or some is None else k_real[:, some]
+    return Rows(values, None if real is None else real[:, None], starts[:, None], k_real, k_real)
 
 
-class View:
-    """Which keys a query sees, whatever form the mask came in.
-
-    Args:
-        mask: None, bool (True: visible), or additive, broadcastable to `[B, Hq, Tq, Tk]`. An additive
-            entry at or below HIDES hides the pair.
-        causal, window: as in `Mask`, beside the mask.
-        cross: queries and keys are of different sequences, whatever their lengths.
-
-    Attributes:
-        real: bool `[B or 1, Tq]`: some query, if only itself, sees the token, so that it is no padding.
-            Of different sequences, or with Tq != Tk, nothing is known of that, and it is None.
-        keys: bool `[B or 1, Tk]`: some query sees the key; None for all.
-        first: `[B or 1, H or 1, Tq]`: the first key that a query sees.
-    """
-
-    def __init__(
-        self,
-        Tq: int,
-        Tk: int,
-        mask: Tensor | None,
-        causal: bool,
-        window: int | None,
-        device: torch.device,
-        *,
-        cross: bool = False,
-    ) -> None:
-        self.Tq, self.Tk = Tq, Tk
-        self.causal, self.window = causal, window
-        self.tokens = torch.arange(Tq, device=device) + (Tk - Tq)
-        self.mask = None if mask is None else _narrow(mask[(None,) * (4 - mask.dim())])
-        is_self = Tq == Tk and not cross
-        self.real: Tensor | None = None
-        self.keys: Tensor | None = None
-        if self.mask is None:
-            self.first = (self.tokens - (window or Tk) + 1).clamp(min=0)[None, None]
-            if is_self:
-                self.real = torch.ones(1, Tq, dtype=torch.bool, device=device)
-        else:
-            B, H = self.mask.shape[:2]
-            firsts, keys = [], torch.zeros(B, Tk, dtype=torch.bool, device=device)
-            for some in torch.arange(Tq).split(max(1, _budget(device) // (B * H * Tk))):
-                visible = self.block(some).visible
-                firsts.append(visible.byte().argmax(-1))
-                keys[:, : visible.shape[-1]] |= visible.any(2).any(1)
-            self.first, self.keys = torch.cat(firsts, 2), keys
-            if is_self:
-                self.real = keys
-
-    def block(self, queries: Tensor) -> Block:
-        """What some queries see, ascending indices on the CPU, and the bias on it."""
-        limited = self.causal or self.window is not None
-        reach = 1 if self.causal or self.window is None else self.window
-        hi = min(self.Tk, int(queries[-1]) + self.Tk - self.Tq + reach) if limited else self.Tk
-        queries = queries.to(self.tokens.device)
-        tokens = self.tokens[queries]
-        bias = None
-        if self.mask is None:
-            visible = torch.ones(1, 1, len(tokens), hi, dtype=torch.bool, device=tokens.device)
-        else:
-            rows = self.mask if self.mask.shape[2] == 1 else self.mask[:, :, queries]
-            rows = rows.expand(-1, -1, len(tokens), self.Tk)[..., :hi]
-            if rows.dtype == torch.bool:
-                visible = rows
-            else:
-                visible, bias = rows > HIDES, rows
-        if limited:
-            distance = tokens[:, None] - torch.arange(hi, device=tokens.device)
-            if self.causal:
-                visible = visible & (distance >= 0)
-            if self.window is not None:
-                visible = visible & (distance < self.window) & (distance > -self.window)
-        return Block(hi, visible, bias)
+def _sees_before(mask: Mask, token: Tensor) -> Tensor:
+    """Bool `[B or 1, n]`: whether the query at a token `[B or 1, n]` sees a key before its own."""
+    Tk = int(token.max()) + 1
+    key = torch.arange(Tk, device=token.device)
+    before = key < token[..., None]
+    if mask.window is not None:
+        before = before & (token[..., None] - key < mask.window)
+    if mask.ids is not None:
+        ids = mask.ids[:, :Tk]
+        before = before & (ids[:, None] == ids.gather(1, token.expand(len(ids), -1))[..., None])
+    if mask.key_padding is not None:
+        before = before & mask.key_padding[:, None, :Tk]
+    return before.any(-1)
 
 
-def _narrow(mask: Tensor) -> Tensor:
-    """Without the copies that an expanded axis stands for."""
-    for axis in (0, 1, 2):
-        if mask.stride(axis) == 0:
-            mask = mask.narrow(axis, 0, 1)
-    return mask
+def _streamed_rows(q: Tensor, k: Tensor, seen: Seen, queries: Tensor | None) -> Rows:
+    (B, Hq, Tq, _), Tk = q.shape, k.shape[2]
+    mask_of = as_mask_of(seen.mask)
+    if seen.documents is not None:
+        mask_of = both(mask_of, _documents_of(seen.documents, Tk - Tq))
+    view = View(
+        Tq=Tq,
+        Tk=Tk,
+        queries=torch.arange(Tq) if queries is None else queries,
+        mask_of=mask_of,
+        causal=seen.causal,
+        window=seen.window,
+        change=seen.change,
+        change_hides=seen.change_hides,
+    )
+    some = None if queries is None else queries.to(q.device)
+    view = replace(view, **view.sizes(B, Hq, q.device))
+    values = stream_rows(q if some is None else q[:, :, some], k, view, seen.scale)
+    shown, first = view.survey(values.log_sum)
+    k_real = None if mask_of is None and not seen.change_hides else shown
+    if seen.cross or Tq != Tk:
+        return Rows(values, None, None, None, k_real)
+    starts = (first == torch.arange(Tq, device=q.device)).gather(2, values.first_key)
+    real = k_real if k_real is None or some is None else k_real[:, some]
+    return Rows(values, None if real is None else real[:, None], starts, k_real, k_real)
 
 
-def _budget(device: torch.device) -> int:
-    return SCORE_BUDGET.get(device.type, DEVICE_SCORE_BUDGET)
+def _documents_of(documents: Tensor, shift: int) -> MaskOf:
+    """Own documents, as a mask of blocks; query i is token i + shift."""
+    mask = Mask(documents=documents)
+
+    def mask_of(queries: Tensor, keys: Tensor) -> Tensor:
+        return mask.visible_to(queries + shift, documents.shape[1])[:, None][..., keys]
+
+    return mask_of
 
 
-def _add_logits(
-    buffer: Tensor,
-    q_BHTD: Tensor,
-    k_BHTD: Tensor,
-    view: View,
-    sink: Tensor | None,
-    scale: float,
-    modify: Callable[[Tensor, Tensor], Tensor],
-    rows: int | None,
-) -> None:
-    """Blocks of queries against all keys that they may see."""
-    B, Hq, Tq, _ = q_BHTD.shape
-    Hk, Tk = k_BHTD.shape[1:3]
-    wide = spec.compute_dtype(q_BHTD.dtype)
-    queries = torch.arange(Tq)  # on the CPU, whose values are known without waiting for a device
-    if rows is not None and rows < Tq:
-        # The last is always among them: under a causal mask the first sees one key.
-        queries = (Tq - 1 - torch.linspace(0, Tq - 1, rows).round().long()).flip(0)
-    step = max(1, _budget(q_BHTD.device) // (B * Hq * Tk))
-    # A key at which a document starts: it is the first that its own query sees.
-    starts = view.first == view.tokens if view.real is not None else None
-    for some in queries.split(step):
-        hi, visible, bias = view.block(some)
-        part, n = some.to(q_BHTD.device), len(some)
-        grouped = q_BHTD[:, :, part].to(wide).reshape(B, Hk, Hq // Hk * n, -1)
-        s = exact_matmul(grouped, k_BHTD[:, :, :hi].to(wide).mT).view(B, Hq, n, hi).mul_(scale)
-        s = modify(s, some)
-        if bias is not None:
-            s = s + bias
-        s = s.masked_fill(~visible, -torch.inf)
-        seen = visible.any(-1).expand(B, Hq, n)
-        counted = seen if view.real is None else seen & view.real[:, None, part]
-        keys = visible.sum(-1).expand(B, Hq, n)
+def _add_rows(buffer: Tensor, rows: Rows, sink: Tensor | None) -> None:
+    """Reduce rows to heads."""
+    values = rows.values
+    top, log_sum, entropy = values.max_logit, values.log_sum, values.entropy_nats
+    counted = values.visible_keys > 0
+    if rows.real is not None:
+        counted = counted & rows.real
+    choice = (counted & (values.visible_keys > 1)).expand(top.shape)
+    counted = counted.expand(top.shape)
+    ratio = entropy / values.visible_keys.clamp(min=2).to(entropy.dtype).log()
+    sink_mass = torch.zeros_like(top)
+    if sink is not None:
+        sink_mass = torch.sigmoid(sink[:, None].to(top) - top - log_sum)
+    first_mass = (values.first_logit - top - log_sum).exp() * (1 - sink_mass)
+    if rows.starts is not None:
+        first_mass = torch.where(rows.starts, first_mass, 0.0)
 
-        m = s.amax(-1)
-        origin = torch.where(m == -torch.inf, 0.0, m)[..., None]
-        first = view.first[:, :, part].expand(B, Hq, n)
-        first_logit = s.gather(-1, first.clamp(max=hi - 1)[..., None])[..., 0]
-        s = (s - origin).clamp_(min=-800.0)  # exp is 0 there, and 0 * -800 is 0
-        p = s.exp()
-        l = p.sum(-1)  # noqa: E741 - the name of the literature
-        log_sum = l.log()
-        entropy = (log_sum - (p * s).sum(-1) / l).clamp_(min=0.0)
-        sink_mass = (
-            torch.zeros_like(m) if sink is None else torch.sigmoid(sink[:, None].to(m) - m - log_sum)
-        )
-        first_mass = (first_logit - origin[..., 0] - log_sum).exp() * (1 - sink_mass)
-        if starts is not None:
-            started = starts.expand(B, Hq, Tq).gather(-1, first)
-            first_mass = torch.where(started, first_mass, 0.0)
-        choice = counted & (keys > 1)
-        ratio = entropy / keys.clamp(min=2).to(wide).log()
+    def total(x: Tensor, where: Tensor) -> Tensor:
+        return torch.where(where, x, 0.0).sum((0, 2), dtype=buffer.dtype)
 
-        top = torch.where(counted, m, -torch.inf).transpose(0, 1).flatten(1).amax(-1)
-        buffer[0] = torch.maximum(buffer[0], top)
-        sums = {"entropy": entropy, "sink": sink_mass, "first": first_mass}
-        for name, x in sums.items():
-            buffer[FIELD[name]] += torch.where(counted, x, 0.0).sum((0, 2), dtype=buffer.dtype)
-        buffer[FIELD["ratio"]] += torch.where(choice, ratio, 0.0).sum((0, 2), dtype=buffer.dtype)
-        buffer[FIELD["rows"]] += counted.sum((0, 2))
-        buffer[FIELD["ratio_rows"]] += choice.sum((0, 2))
+    buffer[FIELD["max_logit"]] = (
+        torch.where(counted, top, -torch.inf).transpose(0, 1).flatten(1).amax(-1)
+    )
+    for name, x in (("entropy", entropy), ("sink", sink_mass), ("first", first_mass)):
+        buffer[FIELD[name]] = total(x, counted)
+    buffer[FIELD["ratio"]] = total(ratio, choice)
+    buffer[FIELD["rows"]] = counted.sum((0, 2))
+    buffer[FIELD["ratio_rows"]] = choice.sum((0, 2))
 
 
 def _add_rms(buffer: Tensor, name: str, x_BHTD: Tensor, real: Tensor | None) -> None:
@@ -288,6 +231,6 @@ def _add_rms(buffer: Tensor, name: str, x_BHTD: Tensor, real: Tensor | None) -> 
     if real is not None:
         real = real[:, None].expand(B, H, T)
         rms = torch.where(real, rms, 0.0)
-    buffer[at, :H] += rms.sum((0, 2), dtype=buffer.dtype)
-    buffer[at + 1, :H] += rms.square().sum((0, 2), dtype=buffer.dtype)
-    buffer[at + 2, :H] += B * T if real is None else real.sum((0, 2))
+    buffer[at, :H] = rms.sum((0, 2), dtype=buffer.dtype)
+    buffer[at + 1, :H] = rms.square().sum((0, 2), dtype=buffer.dtype)
+    buffer[at + 2, :H] = B * T if real is None else real.sum((0, 2))

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from qknorm.monitor import norms, operators
+from qknorm.monitor.fields import FIELD
 from qknorm.monitor.forward import ATTRIBUTE, Switch
 from qknorm.monitor.layer import Layer
-from qknorm.monitor.measure import FIELD
 from qknorm.monitor.norms import WRAPPERS
 from qknorm.monitor.record import LayerRecord, Record, layer_record
 from qknorm.monitor.reduce import Key, Part, Reducer

@@ -107,8 +107,8 @@ for _name, _arguments, _kernel in (
     ("leave", "", _leave),
     (
         "observe",
-        "Tensor? layer, Tensor q, Tensor k, Tensor? mask, Tensor? sink, bool causal, int? window, "
-        "float? scale, float? softcap, bool cross",
+        "Tensor? layer, Tensor q, Tensor k, Tensor? mask, Tensor? documents, Tensor? sink, bool causal, "
+        "int? window, float? scale, float? softcap, bool cross",
         _observe,
     ),
     (

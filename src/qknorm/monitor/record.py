@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
-from qknorm.monitor.measure import FIELD
+from qknorm.monitor.fields import FIELD
 from qknorm.monitor.reduce import Part
 
 SCHEMA = 1

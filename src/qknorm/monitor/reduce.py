@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qknorm.monitor.measure import FIELD, FIELDS
+from qknorm.monitor.fields import FIELD, FIELDS
 
 FIRST_OF_K = FIELD["k_rms"]
 FACTS = 4

@@ -1,8 +1,10 @@
 """Layers."""
 
-from qknorm.nn.attention import Attention, AttentionConfig
+from qknorm.nn.attention import Attention
+from qknorm.nn.attention_config import AttentionConfig
 from qknorm.nn.kv_cache import KVCache
-from qknorm.nn.marks import mark, marked_parameters, param_groups
+from qknorm.nn.marks import mark, marked_parameters
+from qknorm.nn.param_groups import param_groups
 from qknorm.nn.qk_norm import QKNorm
 from qknorm.nn.rotary import RopeScaling, RotaryEmbedding
 

@@ -5,87 +5,24 @@ Shapes: B batch, T tokens, C model width, Hq / Hk heads, D head width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from qknorm import checks, ops, spec
+from qknorm import ops, spec
+from qknorm.nn.attention_config import AttentionConfig
 from qknorm.nn.kv_cache import KVCache
 from qknorm.nn.marks import SINK, MarkedModule
 from qknorm.nn.qk_norm import QKNorm
-from qknorm.ops.backends import BACKENDS
+from qknorm.nn.rotary import RotaryEmbedding
+from qknorm.ops.attention import prepare
+from qknorm.ops.backends.call import Call
 from qknorm.ops.norm_rope import rms_normalize
 from qknorm.ops.sinks import token_logits
-from qknorm.ops.stats import Stats, StatsRequest, check_request
-from qknorm.spec import Mask, NormDialect, Rope, RowSink, Sink
-
-SinkKind = Literal["none", "off_by_one", "logit", "token"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
-    """What an attention layer is.
-
-    Attributes:
-        dim: model width C.
-        num_heads: query heads Hq.
-        num_kv_heads: key heads Hk, a divisor of Hq; Hq if None. 1 is multi-query attention.
-        head_dim: D; C / Hq if None, which must then be whole.
-        norm: dialect of QK-norm, or None for none.
-        sink: "none"; "off_by_one", a fixed logit of 0; "logit", a learnable one per query head;
-            "token", a learnable key and value per key head outside RoPE.
-        window: keys that a query sees, itself included; None for all.
-        scale: of the logits; 1/sqrt(D) if None.
-        gate: multiply each head's output by a sigmoid of the input (Qiu et al. 2025, 2505.06708).
-        bias: of the projections.
-        backend: of the operator.
-    """
-
-    dim: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    norm: NormDialect | None = field(default_factory=NormDialect)
-    sink: SinkKind = "none"
-    window: int | None = None
-    scale: float | None = None
-    gate: bool = False
-    bias: bool = False
-    backend: str = "auto"
-
-    def __post_init__(self) -> None:
-        if min(self.dim, self.num_heads, self.kv_heads) < 1:
-            raise ValueError(
-                f"dim and heads must be positive; got {self.dim}, {self.num_heads}, {self.kv_heads}"
-            )
-        if self.num_heads % self.kv_heads:
-            raise ValueError(
-                f"{self.num_heads} query heads do not divide among {self.kv_heads} key heads"
-            )
-        if self.head_dim is None and self.dim % self.num_heads:
-            raise ValueError(
-                f"dim {self.dim} does not divide into {self.num_heads} heads: give head_dim"
-            )
-        if self.head_dim is not None and self.head_dim < 1:
-            raise ValueError(f"head_dim must be positive; got {self.head_dim}")
-        if self.sink not in ("none", "off_by_one", "logit", "token"):
-            raise ValueError(f"sink must be none, off_by_one, logit or token; got {self.sink!r}")
-        if self.backend != "auto" and self.backend not in BACKENDS:
-            raise ValueError(f"unknown backend {self.backend!r}: choose auto, {', '.join(BACKENDS)}")
-        Mask(window=self.window)  # checks it
-
-    @property
-    def kv_heads(self) -> int:
-        """Hk."""
-        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-    @property
-    def width(self) -> int:
-        """D."""
-        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+from qknorm.ops.stats import Stats, StatsRequest
+from qknorm.spec import Mask, Rope, RopeLayout, RowSink, Sink, SinkToken
 
 
 class Observer(Protocol):
@@ -103,6 +40,12 @@ class Attention(MarkedModule):
 
     Statistics are values that `forward` returns, not hooks: they survive compilation and are
     counted once under activation checkpointing.
+
+    Args:
+        config: what the layer is.
+        device: of all parameters.
+        dtype: of the projections. Gains and sinks are fp32 whatever the layer is cast to (fp64 after
+            `double()`).
     """
 
     sink_logit: Parameter | None
@@ -111,24 +54,41 @@ class Attention(MarkedModule):
     # Who watches this layer. Watching changes no bit of the result.
     observer: Observer | None = None
 
-    def __init__(self, config: AttentionConfig) -> None:
+    def __init__(
+        self,
+        config: AttentionConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = c = config
         Hq, Hk, D = c.num_heads, c.kv_heads, c.width
-        self.qkv = nn.Linear(c.dim, (Hq + 2 * Hk) * D, bias=c.bias)
-        self.gate = nn.Linear(c.dim, Hq * D, bias=c.bias) if c.gate else None
-        self.out = nn.Linear(Hq * D, c.dim, bias=c.bias)
-        self.norm = QKNorm(Hq, Hk, D, c.norm) if c.norm is not None else None
-        # fp32 whatever the default dtype, like the gains.
-        logit = Parameter(torch.zeros(Hq, dtype=torch.float32)) if c.sink == "logit" else None
-        key = value = None
-        if c.sink == "token":
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=c.bias, device=device, dtype=dtype)
+
+        self.qkv = linear(c.dim, (Hq + 2 * Hk) * D)
+        self.gate = linear(c.dim, Hq * D) if c.gate else None
+        self.out = linear(Hq * D, c.dim)
+        self.norm = QKNorm(Hq, Hk, D, c.norm, device=device) if c.norm is not None else None
+        for name, kind, size in (
+            ("sink_logit", "logit", (Hq,)),
+            ("sink_key", "token", (Hk, D)),
+            ("sink_value", "token", (Hk, D)),
+        ):
+            empty = torch.empty(size, dtype=torch.float32, device=device) if c.sink == kind else None
+            self.add_marked(name, None if empty is None else Parameter(empty), SINK)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """First values of the sink; the submodules have a `reset_parameters` of their own."""
+        if self.sink_key is not None:
             # A key of 0 would be a fixed point of the norm, with logit 0 and no gradient to speak of.
-            key = Parameter(torch.randn(Hk, D, dtype=torch.float32))
-            value = Parameter(torch.zeros(Hk, D, dtype=torch.float32))
-        self.add_marked("sink_logit", logit, SINK)
-        self.add_marked("sink_key", key, SINK)
-        self.add_marked("sink_value", value, SINK)
+            nn.init.normal_(self.sink_key)
+        for zero in (self.sink_logit, self.sink_value):
+            if zero is not None:
+                nn.init.zeros_(zero)
 
     def new_cache(
         self,
@@ -138,41 +98,48 @@ class Attention(MarkedModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> KVCache:
-        """An empty cache that fits this layer."""
+        """An empty cache that fits this layer, or what autocast, if it is on, makes of its keys."""
         c, weight = self.config, self.qkv.weight
+        kind = weight.device.type
+        if dtype is None:
+            # Autocast leaves fp64 alone.
+            casts = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+            dtype = torch.get_autocast_dtype(kind) if casts else weight.dtype
         return KVCache(
-            batch,
-            c.kv_heads,
-            max_length,
-            c.width,
-            dtype=dtype or weight.dtype,
-            device=device or weight.device,
+            batch, c.kv_heads, max_length, c.width, dtype=dtype, device=device or weight.device
         )
 
     def forward(
         self,
         x: Tensor,
         *,
-        rope: Rope | None = None,
+        rope: RotaryEmbedding | Rope | None = None,
         mask: Mask = Mask(causal=True),
         cache: KVCache | None = None,
         stats: StatsRequest = False,
-    ) -> tuple[Tensor, Stats | None]:
-        """Attend within x.
+    ) -> Tensor | tuple[Tensor, Stats]:
+        """Attend within x, and to what the cache holds.
 
         Args:
             x: `[B, T, C]`.
-            rope: rotations of these T tokens (with a cache: of the new tokens only).
+            rope: what rotates q and k: a `RotaryEmbedding`, which counts positions from the first
+                cached token on, or a table for all keys, cached ones included.
             mask: over all keys, cached ones included; the layer adds its own window.
-            cache: keys and values of earlier tokens; the new ones are appended.
+            cache: keys and values of earlier tokens; the new ones are appended. A call that is
+                refused, or that fails in the operator, leaves it as before.
             stats: also return the statistics; "rows" keeps the values of each row.
 
         Returns:
-            `[B, T, C]`, and `Stats` or None.
+            `[B, T, C]`; with `stats`, that and `Stats`.
+
+        Raises:
+            ValueError: the arguments do not fit together.
+            UnsupportedError: the configured backend cannot serve the call.
         """
         c = self.config
         B, T, _ = x.shape
         Hq, Hk, D = c.num_heads, c.kv_heads, c.width
+        table = _table(rope, T, 0 if cache is None else cache.length)
         heads_BHTD = self.qkv(x).view(B, T, Hq + 2 * Hk, D).transpose(1, 2)
         q, k, v = heads_BHTD.split((Hq, Hk, Hk), dim=1)
         if self.norm is not None and self.norm.dialect.value:
@@ -182,29 +149,46 @@ class Attention(MarkedModule):
             mask = Mask(mask.causal, window, mask.documents, mask.key_padding)
         observer = self.observer if self.observer is not None and self.observer.wants() else None
         wanted = stats or observer is not None
-        out, found = self.attend(q, k, v, rope=rope, mask=mask, cache=cache, stats=wanted)
+        out, found = self.attend(q, k, v, rope=table, mask=mask, cache=cache, stats=wanted)
         if observer is not None and found is not None:
             observer.add(q, k, found, c.scale)
         out = out.transpose(1, 2).reshape(B, T, Hq * D)
         if self.gate is not None:
             out = out * torch.sigmoid(self.gate(x))
-        return self.out(out), found if stats else None
+        projected: Tensor = self.out(out)
+        return (projected, found) if stats and found is not None else projected
 
-    def logit_bound(self, rope: Rope | None = None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    def logit_bound(
+        self,
+        rope: Rope | None = None,
+        *,
+        rotary_dim: int | None = None,
+        layout: RopeLayout | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor | None:
         """The largest |logit| that the gains allow, `[Hq]`; None without a norm.
 
+        Without `rope` and `rotary_dim` it holds for any rotation.
+
         Args:
-            rope: the table in use; None if nothing is rotated.
+            rope: the table in use, for a tighter bound.
+            rotary_dim, layout: what is known of the rotation where there is no table; `rotary_dim=0`
+                says that the layer does not rotate.
             dtype: what q and k are rounded to.
         """
         c, norm = self.config, self.norm
         if norm is None:
             return None
-        gains = norm()
-        # A norm after RoPE sees an arbitrary direction: only its gains multiply each other.
-        table = rope if norm.dialect.order == "before_rope" else None
+        if norm.dialect.order == "after_rope":
+            # The norm sees an arbitrary direction, and only its gains multiply each other.
+            rope, rotary_dim, layout = None, 0, None
         bound = ops.logit_bound(
-            *gains, scale=c.scale, rope=table, rotary_dim=0 if table is None else None, dtype=dtype
+            *norm(),
+            scale=c.scale,
+            rope=rope,
+            rotary_dim=rotary_dim,
+            layout=layout,
+            dtype=dtype,
         )
         # Over the full width one head can hold the mass of all.
         mass = (c.num_heads * c.kv_heads) ** 0.5 if norm.dialect.statistic == "full" else 1.0
@@ -233,11 +217,11 @@ class Attention(MarkedModule):
         cache: KVCache | None,
         stats: StatsRequest,
     ) -> tuple[Tensor, Stats | None]:
-        """Norm, RoPE and attention of q `[B, Hq, T, D]`, k and v `[B, Hk, T, D]`."""
+        """Norm, RoPE and attention of q `[B, Hq, T, D]`, k and v `[B, Hk, T, D]`; rope is of these T."""
         c, norm = self.config, self.norm
-        # The operator fuses norm, RoPE and attention. A cache, whose keys are done, a sink token,
-        # which sees unrotated queries, and the rarer dialects need them apart.
-        if cache is None and c.sink != "token" and (norm is None or norm.dialect.is_fused):
+        # The operator fuses norm, RoPE and attention. A cache, whose keys are done, and the rarer
+        # dialects need them apart.
+        if cache is None and (norm is None or norm.dialect.is_fused):
             q_gain, k_gain = (None, None) if norm is None else norm()
             result = ops.attention(
                 q,
@@ -248,7 +232,7 @@ class Attention(MarkedModule):
                 eps=1e-6 if norm is None else norm.dialect.eps,
                 rope=rope,
                 mask=mask,
-                sink="off_by_one" if c.sink == "off_by_one" else self.sink_logit,
+                sink=self._sink(),
                 scale=c.scale,
                 stats=stats,
                 backend=c.backend,
@@ -256,6 +240,11 @@ class Attention(MarkedModule):
         else:
             result = self._attend_apart(q, k, v, rope, mask, cache, stats)
         return result if isinstance(result, tuple) else (result, None)
+
+    def _sink(self) -> Sink | None:
+        if self.sink_key is not None and self.sink_value is not None:
+            return SinkToken(self.sink_key, self.sink_value)
+        return "off_by_one" if self.config.sink == "off_by_one" else self.sink_logit
 
     def _attend_apart(
         self,
@@ -268,24 +257,41 @@ class Attention(MarkedModule):
         stats: StatsRequest,
     ) -> Tensor | tuple[Tensor, Stats]:
         c, norm = self.config, self.norm
-        scale = c.width**-0.5 if c.scale is None else c.scale
+        scale = spec.default_scale(c.width) if c.scale is None else c.scale
         q_hat, k_hat = self.norm_rope(q, k, rope)
-        sink: Sink | None = self.sink_logit
-        if c.sink == "off_by_one":
-            sink = "off_by_one"
-        elif self.sink_key is not None and self.sink_value is not None:
-            token_BHTD = self.sink_key[None, :, None]
+        sink = self._sink()
+        if isinstance(sink, SinkToken):
+            token_BHTD = sink.key[None, :, None]
             if norm is None:
                 flat_q, flat_token = q, token_BHTD
             else:
                 q_gain, k_gain = norm()
                 flat_q, flat_token = norm.normalize(q, q_gain), norm.normalize(token_BHTD, k_gain)
-            sink = RowSink(token_logits(flat_q, flat_token.to(q.dtype), scale), self.sink_value)
-        if cache is not None:
-            # What the operator would refuse must not have reached the cache.
-            check_request(stats)
-            checks.check_mask(mask, q, cache.length + k.shape[2])
-            k_hat, v = cache.append(k_hat, v)
-        return ops.attention(
-            q_hat, k_hat, v, mask=mask, sink=sink, scale=scale, stats=stats, backend=c.backend
+            sink = RowSink(token_logits(flat_q, flat_token.to(q.dtype), scale), sink.value)
+        # Everything that can be refused is refused before the cache is written.
+        keys, values = (k_hat, v) if cache is None else cache.room(k_hat, v)
+        with torch.autocast(q.device.type, enabled=False):
+            call = Call(q=q_hat, k=keys, v=values, mask=mask, sink=sink, scale=scale, stats=stats)
+            serve = prepare(call, c.backend)
+        if cache is None:
+            return serve()
+        with cache.adding(k_hat, v):
+            return serve()
+
+
+def _table(rope: RotaryEmbedding | Rope | None, tokens: int, cached: int) -> Rope | None:
+    """The rotations of the last `tokens` tokens after `cached` ones."""
+    if rope is None:
+        return None
+    if isinstance(rope, nn.Module):
+        table: Rope = rope(tokens, start=cached)
+        return table
+    if not isinstance(rope, Rope):
+        raise ValueError(f"rope must be a RotaryEmbedding or a Rope; got {type(rope).__name__}")
+    rows = rope.cos.shape[-2]
+    if rows != cached + tokens:
+        raise ValueError(
+            f"the table has {rows} positions for {cached + tokens} keys, of which {cached} are cached: "
+            "it must cover every key; a RotaryEmbedding in its place counts them itself"
         )
+    return rope.last(tokens)

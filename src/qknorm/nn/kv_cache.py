@@ -5,12 +5,15 @@ Shapes: B batch, Hk key heads, T tokens, D key width, Dv value width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of one layer, written in chunks or token by token.
+    """Keys and values of one layer, written in chunks or token by token; every layer needs its own.
 
     Keys are stored after norm and RoPE, so nothing is computed twice. Buffers are allocated once.
 
@@ -20,7 +23,8 @@ class KVCache:
         max_length: capacity in tokens.
         head_dim: D.
         value_dim: Dv; D if None.
-        dtype, device: of the buffers.
+        dtype, device: of the buffers; torch's defaults if None. `Attention.new_cache` takes those of
+            the layer.
     """
 
     def __init__(
@@ -31,7 +35,7 @@ class KVCache:
         head_dim: int,
         value_dim: int | None = None,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         shape = (batch, num_kv_heads, max_length)
@@ -44,10 +48,10 @@ class KVCache:
         """Capacity in tokens."""
         return self.keys.shape[2]
 
-    def append(self, k_hat: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys `[B, Hk, n, D]` and values `[B, Hk, n, Dv]`; return all so far, as views.
+    def room(self, k_hat: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values as they will be after `append`, as views. Writes nothing.
 
-        Raises ValueError if they do not fit, in which case nothing is written.
+        Raises ValueError if keys `[B, Hk, n, D]` and values `[B, Hk, n, Dv]` do not fit.
         """
         expected = (*self.keys.shape[:2], k_hat.shape[2], self.keys.shape[3])
         if k_hat.shape != expected or v.shape != (*expected[:3], self.values.shape[3]):
@@ -59,15 +63,37 @@ class KVCache:
             raise ValueError(
                 f"the cache holds {self.keys.dtype}; got keys in {k_hat.dtype} and values in {v.dtype}"
             )
+        if k_hat.device != self.keys.device or v.device != self.values.device:
+            raise ValueError(
+                f"the cache is on {self.keys.device}; got keys on {k_hat.device}, values on {v.device}"
+            )
         end = self.length + k_hat.shape[2]
         if end > self.max_length:
             raise ValueError(
                 f"the cache holds {self.max_length} tokens; {self.length} + {k_hat.shape[2]} do not fit"
             )
-        self.keys[:, :, self.length : end] = k_hat
-        self.values[:, :, self.length : end] = v
-        self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def append(self, k_hat: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys `[B, Hk, n, D]` and values `[B, Hk, n, Dv]`; return all so far, as views.
+
+        Raises ValueError if they do not fit, in which case nothing is written.
+        """
+        keys, values = self.room(k_hat, v)
+        keys[:, :, self.length :] = k_hat
+        values[:, :, self.length :] = v
+        self.length += k_hat.shape[2]
+        return keys, values
+
+    @contextmanager
+    def adding(self, k_hat: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """`append`, undone if what follows raises."""
+        length = self.length
+        try:
+            yield self.append(k_hat, v)
+        except BaseException:
+            self.length = length
+            raise
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens (speculative decoding, a shared prompt)."""
@@ -79,5 +105,4 @@ class KVCache:
         """Continue with batch rows `rows [B]`, repeats allowed (beam search)."""
         if rows.shape != self.keys.shape[:1]:
             raise ValueError(f"rows must be [{self.keys.shape[0]}]; got {list(rows.shape)}")
-        self.keys = self.keys.index_select(0, rows)
-        self.values = self.values.index_select(0, rows)
+        self.keys, self.values = (x.index_select(0, rows) for x in (self.keys, self.values))

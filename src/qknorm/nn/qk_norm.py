@@ -5,6 +5,8 @@ Shapes: B batch, T tokens, H heads, D head width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -18,19 +20,26 @@ from qknorm.spec import NormDialect, Rope
 class QKNorm(MarkedModule):
     """RMSNorm of q and k, then (or, in some dialects, after) RoPE. V is not its business.
 
+    A state dict says in `gain_offset` what its gains mean: a gain of w (0), or of 1 + w (1). A state
+    dict whose gains mean something else than those of the module is refused. One without `gain_offset`,
+    such as that of another project, holds gains of w.
+
     Args:
         num_heads: query heads Hq.
         num_kv_heads: key heads Hk.
         head_dim: D.
         dialect: the variant; the default is a gain per head, `[Hq, D]` and `[Hk, D]`, before RoPE.
+        device: of the gains.
 
     Attributes:
-        q_gain, k_gain: stored gains, fp32, shaped by the dialect; None for a dialect without.
+        q_gain, k_gain: stored gains, shaped by the dialect, fp32 whatever the model is cast to (fp64
+            after `double()`); None for a dialect without.
+        gain_offset: the dialect's offset as a tensor `[]`.
     """
 
     q_gain: Parameter | None
     k_gain: Parameter | None
-    _where: Tensor
+    gain_offset: Tensor
 
     def __init__(
         self,
@@ -45,21 +54,22 @@ class QKNorm(MarkedModule):
         self.heads = {"q": num_heads, "k": num_kv_heads}
         self.head_dim = head_dim
         self.dialect = dialect
-        # Where gains that are not stored are made; a buffer, so that it follows the module.
-        self.register_buffer("_where", torch.empty(0, device=device), persistent=False)
         for which, heads in self.heads.items():
             size = dialect.gain_size(heads, head_dim)
-            gain = None
-            if size is not None:
-                fill = 1.0 - dialect.offset
-                gain = Parameter(torch.full(size, fill, dtype=torch.float32, device=device))
+            empty = None if size is None else torch.empty(size, dtype=torch.float32, device=device)
+            gain = None if empty is None else Parameter(empty)
             self.add_marked(f"{which}_gain", gain, GAIN, offset=dialect.offset)
+        # A state dict without gains has nothing to say of them.
+        offset = torch.empty((), dtype=torch.float32, device=device)
+        self.register_buffer("gain_offset", offset, persistent=dialect.gain != "none")
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Back to an effective gain of 1."""
         for gain in (self.q_gain, self.k_gain):
             if gain is not None:
                 torch.nn.init.constant_(gain, 1.0 - self.dialect.offset)
+        torch.nn.init.constant_(self.gain_offset, self.dialect.offset)
 
     def effective_gains(self) -> tuple[Tensor, Tensor]:
         """What the normalised q and k are multiplied by, `[Hq, D]` and `[Hk, D]`, differentiable."""
@@ -69,7 +79,7 @@ class QKNorm(MarkedModule):
         shape = (self.heads[which], self.head_dim)
         stored = getattr(self, f"{which}_gain")
         if stored is None:
-            return torch.ones(shape, device=self._where.device)
+            return self.gain_offset.new_ones(shape)
         gain = stored if stored.shape == (self.head_dim,) else stored.view(shape)
         return (gain + self.dialect.offset if self.dialect.offset else gain).expand(shape)
 
@@ -109,6 +119,45 @@ class QKNorm(MarkedModule):
                 wide = rotate(wide, rope)
             return wide.to(x.dtype)
 
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key, own = f"{prefix}gain_offset", self.dialect.offset
+        gain = next((state_dict[prefix + n] for n in self.marked if prefix + n in state_dict), None)
+        mark = state_dict.get(key)
+        # Compared with the dialect, not with the buffer: a distributed checkpoint is read into the
+        # module's own tensors before this is called.
+        if isinstance(gain, Tensor) and not (isinstance(mark, Tensor) and mark.is_meta):
+            found = 0.0 if mark is None else float(mark)
+            if found != own:
+                says = (
+                    f"the state dict has no {key}, so that its gains mean w"
+                    if mark is None
+                    else f"{key} of the state dict says that its gains mean {_meaning(found)}"
+                )
+                error_msgs.append(
+                    f"{says}, but this module's mean {_meaning(own)}: build it with "
+                    f"NormDialect(offset={found:g}), or bring the gains of the state dict into the form "
+                    f"{_meaning(own)} and set its {key} to torch.tensor({own})."
+                )
+                return
+            if mark is None:
+                state_dict[key] = torch.zeros((), dtype=torch.float32, device=gain.device)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
     def extra_repr(self) -> str:
         """Heads, width and dialect."""
         return f"q={self.heads['q']}, k={self.heads['k']}, head_dim={self.head_dim}, {self.dialect}"
+
+
+def _meaning(offset: float) -> str:
+    return f"{offset:g} + w" if offset else "w"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from qknorm.spec import Rope, RopeLayout
+from qknorm.nn.full_precision import FullPrecision
+from qknorm.spec import HALF_PRECISION, Rope, RopeLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +42,30 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "ntk", "yarn", "llama3"):
             raise ValueError(f"kind must be linear, ntk, yarn or llama3; got {self.kind!r}")
-        if not self.factor >= 1:
+        if not 1 <= self.factor < math.inf:
             raise ValueError(f"factor must be at least 1; got {self.factor}")
-        if self.kind in ("yarn", "llama3") and not self.original_length:
-            raise ValueError(f"{self.kind} needs original_length, the tokens of the first context")
+        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
+            raise ValueError(f"attention_factor must be positive; got {self.attention_factor}")
+        if self.kind not in ("yarn", "llama3"):
+            return
+        if self.original_length is None or self.original_length < 1:
+            raise ValueError(
+                f"{self.kind} needs original_length, the tokens of the first context; got "
+                f"{self.original_length}"
+            )
+        low, high = (
+            ("beta_slow", "beta_fast")
+            if self.kind == "yarn"
+            else ("low_freq_factor", "high_freq_factor")
+        )
+        if not 0 < getattr(self, low) < getattr(self, high) < math.inf:
+            raise ValueError(
+                f"{low} must be positive and below {high}, since frequencies between the two are partly "
+                f"kept; got {getattr(self, low)} and {getattr(self, high)}"
+            )
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(FullPrecision):
     """Makes `Rope` tables for any positions.
 
     Args:
@@ -55,6 +74,12 @@ class RotaryEmbedding(nn.Module):
         layout: "half" or "interleaved".
         base: of the geometric series of frequencies.
         scaling: stretch for longer contexts.
+        device: of the tables.
+
+    Attributes:
+        inverse_frequency: radians per token of each pair, `[R/2]`, fp32 whatever the model is cast to;
+            derived from the configuration, so no part of a state dict.
+        amplitude: what cos and sin are multiplied by.
     """
 
     inverse_frequency: Tensor
@@ -66,6 +91,7 @@ class RotaryEmbedding(nn.Module):
         layout: RopeLayout,
         base: float = 10_000.0,
         scaling: RopeScaling | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if rotary_dim < 2 or rotary_dim % 2:
@@ -74,16 +100,22 @@ class RotaryEmbedding(nn.Module):
             )
         if layout not in ("half", "interleaved"):
             raise ValueError(f"layout must be half or interleaved; got {layout!r}")
+        if not 1 < base < math.inf:
+            raise ValueError(f"base must be above 1, so that frequencies fall; got {base}")
         self.rotary_dim, self.layout, self.base, self.scaling = rotary_dim, layout, base, scaling
-        # Derived from the configuration, so not part of checkpoints.
-        self.register_buffer(
-            "inverse_frequency", frequencies(rotary_dim, base, scaling), persistent=False
-        )
+        empty = torch.empty(rotary_dim // 2, dtype=torch.float32, device=device)
+        self.register_buffer("inverse_frequency", empty, persistent=False)
+        self.reset_parameters()
         self.amplitude = 1.0
         if scaling is not None and scaling.kind == "yarn":
             self.amplitude = 0.1 * math.log(scaling.factor) + 1.0
         if scaling is not None and scaling.attention_factor is not None:
             self.amplitude = scaling.attention_factor
+
+    def reset_parameters(self) -> None:
+        """The frequencies, computed anew."""
+        exact = frequencies(self.rotary_dim, self.base, self.scaling)
+        self.inverse_frequency = exact.to(self.inverse_frequency)
 
     def forward(self, positions: Tensor | int, *, start: int = 0) -> Rope:
         """The table for positions `[T]` or `[B, T]`, or for `start ... start + n - 1` given a count n.
@@ -91,6 +123,8 @@ class RotaryEmbedding(nn.Module):
         Computed in fp32; casting the module to half precision does not round the angles.
         """
         frequency = self.inverse_frequency
+        if frequency.dtype in HALF_PRECISION:  # FSDP1 casts buffers without asking the module
+            frequency = frequencies(self.rotary_dim, self.base, self.scaling).to(frequency.device)
         if isinstance(positions, int):
             positions = torch.arange(start, start + positions, device=frequency.device)
         if positions.dim() not in (1, 2):
@@ -101,11 +135,10 @@ class RotaryEmbedding(nn.Module):
         angle = positions.to(torch.float32)[..., None] * frequency.to(torch.float32)
         return Rope(angle.cos() * self.amplitude, angle.sin() * self.amplitude, self.layout)
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """Moves follow the model; a cast to half precision must not touch the frequencies."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        """After `to_empty` no state dict would bring the frequencies back."""
         super()._apply(fn, recurse)
-        exact = frequencies(self.rotary_dim, self.base, self.scaling)
-        self.inverse_frequency = exact.to(self.inverse_frequency.device)
+        self.reset_parameters()
         return self
 
     def extra_repr(self) -> str:
@@ -114,9 +147,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def frequencies(rotary_dim: int, base: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians per token of each pair, `[R/2]`, fp32."""
+    """Radians per token of each pair, `[R/2]`, fp32, on the CPU: not every device has fp64."""
     R = rotary_dim
-    exponent = torch.arange(0, R, 2, dtype=torch.float64) / R
+    exponent = torch.arange(0, R, 2, dtype=torch.float64, device="cpu") / R
     plain = base**-exponent
     if scaling is None:
         return plain.float()
@@ -149,5 +182,5 @@ def _yarn_keep(scaling: RopeScaling, R: int, base: float) -> Tensor:
     low = max(math.floor(index_of(scaling.beta_fast)), 0)
     high = min(math.ceil(index_of(scaling.beta_slow)), R - 1)
     span = max(high - low, 1e-3)
-    ramp = ((torch.arange(R // 2, dtype=torch.float64) - low) / span).clamp(0, 1)
+    ramp = ((torch.arange(R // 2, dtype=torch.float64, device="cpu") - low) / span).clamp(0, 1)
     return 1 - ramp

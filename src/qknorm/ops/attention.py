@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from qknorm import checks, spec
+from qknorm import checks
 from qknorm.ops.backends import choose
-from qknorm.ops.backends.call import Call
+from qknorm.ops.backends.call import Backend, Call
 from qknorm.ops.stats import Stats, StatsRequest, check_request
 from qknorm.spec import Mask, Rope, Sink
 
@@ -114,14 +117,6 @@ def attention(
 
     Source: Henry et al. 2020 (arXiv 2010.04245); Dehghani et al. 2023 (arXiv 2302.05442), sec. 2.
     """
-    check_request(stats)
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        low = torch.get_autocast_dtype(device)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(low) for x in (q, k, v))
-    checks.check_attention(
-        q, k, v, q_gain=q_gain, k_gain=k_gain, eps=eps, rope=rope, mask=mask, sink=sink
-    )
     call = Call(
         q=q,
         k=k,
@@ -132,10 +127,38 @@ def attention(
         rope=rope,
         mask=mask,
         sink=sink,
-        scale=spec.default_scale(q.shape[-1]) if scale is None else scale,
+        scale=scale,
         stats=stats,
     )
-    chosen = choose(backend, call.case())
-    with torch.autocast(device, enabled=False):
-        out, found = chosen.run(call)
+    return prepare(call, backend)()
+
+
+def prepare(call: Call, backend: str) -> Callable[[], Tensor | tuple[Tensor, Stats]]:
+    """A call, checked and with its backend chosen, to be made later: all refusals happen here.
+
+    The entries of k and v are read when it is made, unless autocast casts k and v here.
+    """
+    check_request(call.stats)
+    device = call.q.device.type
+    if torch.is_autocast_enabled(device):
+        low = torch.get_autocast_dtype(device)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(low) for x in (call.q, call.k, call.v))
+        call = replace(call, q=q, k=k, v=v)
+    checks.check_attention(
+        call.q,
+        call.k,
+        call.v,
+        q_gain=call.q_gain,
+        k_gain=call.k_gain,
+        eps=call.eps,
+        rope=call.rope,
+        mask=call.mask,
+        sink=call.sink,
+    )
+    return partial(_run, choose(backend, call.case()), call)
+
+
+def _run(backend: Backend, call: Call) -> Tensor | tuple[Tensor, Stats]:
+    with torch.autocast(call.q.device.type, enabled=False):
+        out, found = backend.run(call)
     return out if found is None else (out, found)

@@ -45,7 +45,7 @@ class MaskView:
         for q_lo in range(0, self.Tq, rows):
             yield Span(q_lo, min(q_lo + rows, self.Tq), 0, self.Tk)
 
-    def logits(self, s: Tensor, span: Span) -> tuple[Tensor, Tensor | int]:
+    def logits(self, s: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
         """The products themselves, -inf where hidden."""
         keys = (span.k_lo, span.k_hi)
         if self.tokens is not None:
@@ -53,8 +53,9 @@ class MaskView:
         elif hides_within(self.mask, self.Tq, self.Tk, span):
             visible = self.mask.visible(self.Tq, self.Tk, s.device, (span.q_lo, span.q_hi), keys)
         else:
-            return s, s.shape[-1]
-        return s.masked_fill_(~visible[:, None], -torch.inf), visible.sum(-1)[:, None]
+            return s, None
+        visible = visible[:, None]
+        return s.masked_fill_(~visible, -torch.inf), visible
 
 
 def rows_by_stream(
@@ -66,13 +67,14 @@ def rows_by_stream(
     causal: bool,
     window: int | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator in tensor code: row maximum, ln(sum exp(s - maximum)) and entropy `[B, Hq, Tq]`, and
-    visible keys `[1 or B, Tq]`."""
+) -> tuple[Tensor, ...]:
+    """The operator in tensor code: row maximum, ln(sum exp(s - maximum)), entropy and logit of the first
+    visible key `[B, Hq, Tq]`; how many keys are visible, and which is the first, `[1 or B, Tq]`."""
     mask = Mask(causal, window, documents, key_padding)
     view = MaskView(mask, q.shape[0], q.shape[2], k.shape[2], tokens)
     found = stream_rows(q, k, view, scale)
-    return found.max_logit, found.log_sum, found.entropy_nats, found.visible_keys[:, 0]
+    of_rows = (found.max_logit, found.log_sum, found.entropy_nats, found.first_logit)
+    return *of_rows, found.visible_keys[:, 0], found.first_key[:, 0]
 
 
 def _fake(
@@ -82,17 +84,17 @@ def _fake(
     documents: Tensor | None,
     key_padding: Tensor | None,
     *options: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     row = q.new_empty(q.shape[:3], dtype=spec.compute_dtype(q.dtype))
     per_row = 1 if documents is None and key_padding is None else q.shape[0]
     keys = q.new_empty((per_row, q.shape[2]), dtype=torch.int64)
-    return row, torch.empty_like(row), torch.empty_like(row), keys
+    return *(torch.empty_like(row) for _ in range(4)), keys, torch.empty_like(keys)
 
 
 registry.define(
     "logit_stats",
     "(Tensor q, Tensor k, Tensor? tokens, Tensor? documents, Tensor? key_padding, bool causal, "
-    "int? window, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "int? window, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
     CompositeExplicitAutograd=rows_by_stream,
 )
@@ -117,7 +119,7 @@ def rows_of(
         tokens, is_real, q_hat = sample + (Tk - Tq), is_real[:, sample], q_hat[:, :, sample]
         if sink_logit is not None and sink_logit.shape[-1] > 1:
             sink_logit = sink_logit[..., sample]
-    maximum, log_sum, entropy, keys = torch.ops.qknorm.logit_stats(
+    maximum, log_sum, entropy, _, keys, _ = torch.ops.qknorm.logit_stats(
         q_hat.detach(),
         k_hat.detach(),
         tokens,

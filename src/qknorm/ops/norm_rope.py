@@ -22,19 +22,25 @@ def rms_normalize(
 ) -> Tensor:
     """RMSNorm (Zhang & Sennrich 2019, eq. 4) in x's own dtype; callers bring fp32 or fp64.
 
-    `x * rsqrt(mean(x^2) + eps) * gain`, the mean over D ("head") or over H and D ("full").
+    `x / sqrt(mean(x^2) + eps) * gain`, the mean over D ("head") or over H and D ("full"). At x = 0 the
+    gradient is gain / sqrt(eps), or gain / eps where eps stands outside of the root.
     """
     axes = (-1,) if statistic == "head" else (1, -1)
     width = x_BHTD.shape[-1] * (1 if statistic == "head" else x_BHTD.shape[1])
     mean_square = x_BHTD.square().mean(axes, keepdim=True)
-    if eps_place == "mean":
-        inverse = torch.rsqrt(mean_square + eps)
-    elif eps_place == "sum":
-        inverse = torch.rsqrt(mean_square + eps / width)
+    if eps_place == "outside":
+        x_hat = x_BHTD / (_root(mean_square) + eps)
     else:
-        inverse = 1.0 / (mean_square.sqrt() + eps)
-    x_hat = x_BHTD * inverse
+        # Not rsqrt, whose gradient holds the cube of its result: at x = 0 and an eps of 1e-26 it is
+        # inf * 0 in fp32.
+        share = eps if eps_place == "mean" else eps / width
+        x_hat = x_BHTD * (mean_square + share).sqrt().reciprocal()
     return x_hat if gain_HD is None else x_hat * gain_HD.to(x_BHTD.dtype)[:, None]
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root, with a gradient of 0 at 0, where that of `sqrt` is infinite."""
+    return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt())
 
 
 def rotate(x_BHTD: Tensor, rope: Rope) -> Tensor:

@@ -73,39 +73,41 @@ class OnlineSoftmax:
 
 
 class View(Protocol):
-    """Which pairs are visible, and what becomes of their products.
+    """Which pairs are visible, and what becomes of their products."""
 
-    Attributes:
-        batch, heads: 1 where all rows of the batch, or all heads, see the same, else B, Hq.
-    """
+    @property
+    def batch(self) -> int:
+        """1 where all rows of the batch see the same, else B."""
+        ...
 
-    batch: int
-    heads: int
+    @property
+    def heads(self) -> int:
+        """1 where all heads see the same, else Hq."""
+        ...
 
     def spans(self, rows: int) -> Iterator[Span]:
         """Blocks of at most `rows` queries, each with the smallest known range of keys it may see."""
         ...
 
-    def logits(self, s: Tensor, span: Span) -> tuple[Tensor, Tensor | int]:
+    def logits(self, s: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
         """From scaled products `[B, Hq, n, m]`, which may be overwritten, to logits, -inf where hidden;
-        and how many keys are visible, `[batch, heads, n]` or one number for all."""
+        and which pairs are visible, bool `[batch, heads, n, m]`, or None if all are."""
         ...
 
 
 class RowValues(NamedTuple):
-    """Maximum, ln(l) and entropy `[B, Hq, Tq]`, visible keys `[batch, heads, Tq]` int64, and the logit
-    of each row's first key if that was asked for."""
+    """Maximum, ln(l), entropy and the logit of the first visible key `[B, Hq, Tq]`; how many keys are
+    visible, and which is the first, `[batch, heads, Tq]` int64. A row without a key has first key 0."""
 
     max_logit: Tensor
     log_sum: Tensor
     entropy_nats: Tensor
     visible_keys: Tensor
-    first_logit: Tensor | None
+    first_key: Tensor
+    first_logit: Tensor
 
 
-def stream_rows(
-    q_BHTD: Tensor, k_BHTD: Tensor, view: View, scale: float, first: Tensor | None = None
-) -> RowValues:
+def stream_rows(q_BHTD: Tensor, k_BHTD: Tensor, view: View, scale: float) -> RowValues:
     """The values of each row, in fp32 (fp64 for fp64 input), without a gradient and linear in memory.
 
     Args:
@@ -113,15 +115,15 @@ def stream_rows(
         k_BHTD: keys as they enter it; Hq is a multiple of Hk.
         view: what is visible.
         scale: of the products.
-        first: int64, broadcastable to `[B, Hq, Tq]`, the first key of each row.
     """
     B, Hq, Tq, D = q_BHTD.shape
     Hk, Tk = k_BHTD.shape[1:3]
     device, wide = q_BHTD.device, spec.compute_dtype(q_BHTD.dtype)
     maximum = torch.full((B, Hq, Tq), -torch.inf, dtype=wide, device=device)
-    log_sum, entropy = torch.full_like(maximum, -torch.inf), torch.zeros_like(maximum)
+    log_sum, first_logit = maximum.clone(), maximum.clone()
+    entropy = torch.zeros_like(maximum)
     visible_keys = torch.zeros(view.batch, view.heads, Tq, dtype=torch.int64, device=device)
-    first_logit = None if first is None else torch.full_like(maximum, -torch.inf)
+    first_key = torch.zeros_like(visible_keys)
 
     width = min(KEY_BLOCK.get(device.type, DEVICE_KEY_BLOCK), max(1, Tk))
     budget = SCORE_BUDGET.get(device.type, DEVICE_SCORE_BUDGET)
@@ -136,15 +138,19 @@ def stream_rows(
                 block = span._replace(k_lo=k_lo, k_hi=min(k_lo + width, span.k_hi))
                 keys = k_BHTD[:, :, block.k_lo : block.k_hi].to(wide)
                 s = exact_matmul(q, keys.mT).view(B, Hq, n, -1).mul_(scale)
-                s, count = view.logits(s, block)
-                visible_keys[:, :, some] += count
-                if first is not None and first_logit is not None:
-                    at = first.expand(B, Hq, Tq)[:, :, some] - block.k_lo
-                    inside = (at >= 0) & (at < s.shape[-1])
-                    value = s.gather(-1, at.clamp(0, s.shape[-1] - 1)[..., None])[..., 0]
-                    first_logit[:, :, some] = torch.where(inside, value, first_logit[:, :, some])
+                s, visible = view.logits(s, block)
+                before = visible_keys[:, :, some]
+                if visible is None:
+                    at, count = torch.zeros_like(before), torch.full_like(before, s.shape[-1])
+                else:
+                    at, count = visible.byte().argmax(-1), visible.sum(-1)
+                is_new = (before == 0) & (count > 0)
+                value = s.gather(-1, at.expand(B, Hq, n)[..., None])[..., 0]
+                first_logit[:, :, some] = torch.where(is_new, value, first_logit[:, :, some])
+                first_key[:, :, some] = torch.where(is_new, at + block.k_lo, first_key[:, :, some])
+                visible_keys[:, :, some] = before + count
                 softmax.add(s)
             maximum[:, :, some] = softmax.maximum
             log_sum[:, :, some] = softmax.log_sum
             entropy[:, :, some] = softmax.entropy_nats
-    return RowValues(maximum, log_sum, entropy, visible_keys, first_logit)
+    return RowValues(maximum, log_sum, entropy, visible_keys, first_key, first_logit)

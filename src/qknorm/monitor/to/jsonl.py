@@ -1,7 +1,13 @@
-"""JSON lines: a file per rank, one object a line, whole after a crash but for its last line.
+"""JSON lines: one object a line, whole after a crash but for its last line.
 
-A line has a `kind`: "record" (see `Record`), "alert" (see `Alert`), or "end". What JSON cannot say is
-written as the strings "NaN", "Infinity" and "-Infinity".
+A line has a `kind`:
+
+* "record", "alert": see `Record` and `Alert`;
+* "step": what a trainer says of one optimizer step, such as its loss;
+* "final": how a run came out; what follows it belongs to it;
+* "end": the run is over.
+
+What JSON cannot say is written as the strings "NaN", "Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
@@ -11,21 +17,24 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from qknorm.monitor.alerts import Alert
 from qknorm.monitor.record import SCHEMA, LayerRecord, Record
 
+Item = Record | Alert | dict[str, Any]  # a dictionary has the kind of its line
+
 
 class JsonLines:
-    """Appends records and alerts to a file. Pass it in `to=` of the monitor and of the alerts.
+    """Appends to a file. Pass it in `to=` of the monitor and of the alerts.
 
     Args:
         path: of the file; with several ranks give each its own, as `rank_path` does.
-        resume_after: drop what an earlier run wrote for later steps; None starts anew, and keeps a file
-            that is there under another name.
+        resume_after: drop what an earlier run wrote for later steps, and how it ended; None starts anew,
+            and keeps a file that is there under another name.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume_after: int | None = None) -> None:
@@ -33,25 +42,26 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = []
         if self.path.exists() and resume_after is not None:
-            kept = [line for line in read_lines(self.path) if line.get("step", 0) <= resume_after]
-            kept = [line for line in kept if line["kind"] != "end"]
+            begun = itertools.takewhile(lambda line: line["kind"] not in CLOSING, read_lines(self.path))
+            kept = [line for line in begun if line.get("step", 0) <= resume_after]
         elif self.path.exists() and self.path.stat().st_size:
             self.path.rename(_free_name(self.path))
         temporary = self.path.with_name(f".{self.path.name}.new")
-        with temporary.open("w") as file:
-            file.writelines(map(_dump, kept))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+        try:
+            with temporary.open("w") as file:
+                file.writelines(map(_dump, kept))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
         self._file = self.path.open("a")
 
-    def __call__(self, item: Record | Alert) -> None:
+    def __call__(self, item: Item) -> None:
         """Append; it is with the operating system when this returns."""
-        kind = "record" if isinstance(item, Record) else "alert"
-        self._put({"kind": kind, "schema": SCHEMA} | item.to_json())
-
-    def _put(self, line: dict[str, Any]) -> None:
-        self._file.write(_dump(line))
+        if not isinstance(item, dict):
+            item = {"kind": "record" if isinstance(item, Record) else "alert"} | item.to_json()
+        self._file.write(_dump({"kind": item["kind"], "schema": SCHEMA} | item))
         self._file.flush()
 
     def close(self, *, ended: bool = False) -> None:
@@ -59,7 +69,7 @@ class JsonLines:
         if self._file.closed:
             return
         if ended:
-            self._put({"kind": "end", "schema": SCHEMA})
+            self({"kind": "end"})
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -67,6 +77,7 @@ class JsonLines:
 LOG = logging.getLogger("qknorm")
 
 RANK_FILES = "attention.rank*.jsonl"
+CLOSING = ("final", "end")
 
 
 def rank_path(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -75,24 +86,54 @@ def rank_path(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """All whole lines. What a crash cut short or damaged is left out, with a warning unless it is last.
+    """All lines of a file that are whole, see `parse`."""
+    with path.open("rb") as file:
+        yield from parse(file, path)
+
+
+def parse(texts: Iterable[bytes], path: Path, first: int = 1) -> Iterator[dict[str, Any]]:
+    """The lines of the file `path` from number `first` on. One that is cut short or damaged is left out,
+    with a warning that says where and why unless it is a last one without its line break.
 
     Raises ValueError for a schema newer than this code.
     """
-    with path.open(errors="replace") as file:
-        for number, text in enumerate(file, start=1):
-            try:
-                yield check(loads(text), path)
-            except json.JSONDecodeError:
-                if text.endswith("\n"):
-                    LOG.warning("%s, line %d is damaged and left out", path, number)
+    for number, text in enumerate(texts, start=first):
+        try:
+            line = loads(text)
+            is_newer = line.get("schema", SCHEMA) > SCHEMA
+            if not is_newer:
+                _check(line)
+        except ValueError as error:
+            if text.endswith(b"\n"):
+                LOG.warning("%s, line %d is damaged and left out: %s", path, number, error)
+            continue
+        if is_newer:
+            raise ValueError(f"{path} has schema {line['schema']}, newer than {SCHEMA}: update qknorm")
+        yield line
 
 
-def check(line: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The line, if this code knows its schema; else raises ValueError."""
-    if line.get("schema", SCHEMA) > SCHEMA:
-        raise ValueError(f"{path} has schema {line['schema']}, newer than {SCHEMA}: update qknorm")
+def loads(text: str | bytes) -> dict[str, Any]:
+    """One line. Raises ValueError if it is not a JSON object with a kind and a schema."""
+    try:
+        line = json.loads(text, object_hook=_numbers)
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+        raise ValueError('it is not an object with a "kind"')
+    if not isinstance(line.get("schema", SCHEMA), int):
+        raise ValueError("its schema is not a whole number")
     return line
+
+
+def _check(line: dict[str, Any]) -> None:
+    """Raises ValueError if the line lacks a part of what its kind says."""
+    kind = line["kind"]
+    try:
+        {"record": to_record, "alert": to_alert}.get(kind, dict)(line)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f'it is not a whole "{kind}"') from None
+    if not isinstance(line.get("step", 0), int):
+        raise ValueError("its step is not a whole number")
 
 
 def _free_name(path: Path) -> Path:
@@ -101,18 +142,15 @@ def _free_name(path: Path) -> Path:
     )
 
 
-def loads(text: str | bytes) -> dict[str, Any]:
-    """One line. Raises ValueError if it is not JSON."""
-    line = json.loads(text, object_hook=_numbers)
-    if not isinstance(line, dict):
-        raise json.JSONDecodeError("no object", str(text), 0)
-    return line
-
-
 def to_record(line: dict[str, Any]) -> Record:
     """A line of kind "record" as what was written."""
     layers = {name: LayerRecord(**_layer(values)) for name, values in line["layers"].items()}
     return Record(step=line["step"], phase=line["phase"], layers=layers, silent=line["silent"])
+
+
+def to_alert(line: dict[str, Any]) -> Alert:
+    """A line of kind "alert" as what was written."""
+    return Alert(**{part.name: line[part.name] for part in fields(Alert)})
 
 
 def _layer(values: dict[str, Any]) -> dict[str, Any]:

@@ -52,19 +52,24 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Arguments of `qknorm.attention`, checked, with `scale` filled in."""
+    """Arguments of `qknorm.attention`; what they mean is said there."""
 
     q: Tensor  # [B, Hq, Tq, D]
     k: Tensor  # [B, Hk, Tk, D]
     v: Tensor  # [B, Hk, Tk, Dv]
-    q_gain: Tensor | None  # [Hq, D]
-    k_gain: Tensor | None  # [Hk, D]
-    eps: float
-    rope: Rope | None
+    q_gain: Tensor | None = None  # [Hq, D]
+    k_gain: Tensor | None = None  # [Hk, D]
+    eps: float = 1e-6
+    rope: Rope | None = None
     mask: Mask
-    sink: Sink | None
-    scale: float
-    stats: StatsRequest
+    sink: Sink | None = None
+    scale: float | None = None
+    stats: StatsRequest = False
+
+    @property
+    def logit_scale(self) -> float:
+        """The scale that was given, or the usual one."""
+        return spec.default_scale(self.q.shape[-1]) if self.scale is None else self.scale
 
     def case(self) -> Case:
         """What a support table needs to know of it."""
@@ -81,7 +86,7 @@ class Call:
             is_dense=self.mask.is_dense,
             is_causal=self.mask.causal,
             sink_by_row=isinstance(self.sink, SinkToken | RowSink),
-            zero_scale=is_zero(self.scale, q.dtype),
+            zero_scale=is_zero(self.logit_scale, q.dtype),
             table_has_gradient=rope is not None
             and torch.is_grad_enabled()
             and (rope.cos.requires_grad or rope.sin.requires_grad),
@@ -96,7 +101,7 @@ class Call:
             q_gain=self.q_gain,
             k_gain=self.k_gain,
             eps=self.eps,
-            scale=self.scale,
+            scale=self.logit_scale,
         )
 
     def sink_value(self) -> Tensor | None:

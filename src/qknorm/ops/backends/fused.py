@@ -68,7 +68,7 @@ class Inputs(NamedTuple):
             causal=mask.causal,
             window=mask.window,
             eps=call.eps,
-            scale=call.scale,
+            scale=call.logit_scale,
         )
 
 
@@ -190,7 +190,7 @@ def alike(inputs: Iterable[Tensor | None]) -> Grads:
 
 def run(name: str, x: Inputs, stats: StatsRequest) -> tuple[Tensor, Stats | None]:
     """Call the operators of a backend: out, and the statistics if they are asked for."""
-    found = Found(*_Attention.apply(name, _WANTED[stats], *x))
+    found = Found(*_function(x)(name, _WANTED[stats], *x))
     if not stats:
         return found.out, None
     rows = None
@@ -215,14 +215,28 @@ def run(name: str, x: Inputs, stats: StatsRequest) -> tuple[Tensor, Stats | None
     )
 
 
+def _function(x: Inputs) -> Callable[..., tuple[Tensor, ...]]:
+    """The autograd function; where a compiled graph needs no gradient, the operator alone, since dynamo
+    (torch 2.13) then calls the function's `forward` as if it had no `setup_context`."""
+    if torch.compiler.is_compiling():
+        leaves = (t for t in x[:DIFFERENTIABLE] if isinstance(t, Tensor))
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in leaves)):
+            return _forward
+    return _Attention.apply
+
+
+def _forward(name: str, stats: int, *inputs: Any) -> tuple[Tensor, ...]:
+    return getattr(torch.ops.qknorm, f"{name}_forward")(*inputs, stats)
+
+
 class _Attention(torch.autograd.Function):
     """A forward operator, and the backward operator as its derivative."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(name: str, stats: int, *inputs: Any) -> tuple[Tensor, ...]:
-        return getattr(torch.ops.qknorm, f"{name}_forward")(*inputs, stats)
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return _forward(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, arguments: tuple[Any, ...], found: tuple[Tensor, ...]) -> None:

@@ -25,7 +25,7 @@ def attention(call: Call) -> tuple[Tensor, Stats | None]:
         call.q, call.k, q_gain=call.q_gain, k_gain=call.k_gain, eps=call.eps, rope=call.rope
     )
     k_hat, v = (x.to(wide).repeat_interleave(G, dim=1) for x in (k_hat, call.v))
-    logits = call.scale * exact_matmul(q_hat.to(wide), k_hat.mT)
+    logits = call.logit_scale * exact_matmul(q_hat.to(wide), k_hat.mT)
     sink_value = call.sink_value()
     sink_value = None if sink_value is None else sink_value.to(wide)
     out, rows = attend(logits, v, call.mask, call.sink_logit(), sink_value, stats=bool(call.stats))

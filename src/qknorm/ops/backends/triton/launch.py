@@ -353,7 +353,7 @@ def logit_stats(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """See `qknorm::logit_stats`: row maximum, log of the sum, entropy, visible keys."""
+    """See `qknorm.ops.logit_stats.rows_by_stream`."""
     p = Problem.of(
         Inputs(
             q, k, k, documents=documents, key_padding=key_padding,
@@ -368,7 +368,7 @@ def logit_stats(
         rows[:2] = -torch.inf
         rows[2] = 0.0
         visible = rows.new_zeros(p.rows_of_batch, Tq, dtype=torch.int64)
-        return *(x.clone() for x in rows), visible
+        return *(x.clone() for x in rows), rows[0].clone(), visible, visible.clone()
     tiles = p.tiles("logit_stats")
     _launch(
         logit_stats_rows, (_cdiv(Tq, tiles.rows), Hq, B), tiles,
@@ -380,4 +380,35 @@ def logit_stats(
     )  # fmt: skip
     signed = _counts_by_position(p, tokens) if p.key_ids is None else _signed_counts(p, tokens)
     visible = torch.where(signed < 0, -1 - signed, signed).long()
-    return *(x.clone() for x in rows), visible  # an operator returns no views of one buffer
+    first_key = _first_keys(p, visible, tokens)
+    first_logit = _logits_of(p, first_key).masked_fill(visible[:, None] == 0, -torch.inf)
+    # An operator returns no views of one buffer.
+    return *(x.clone() for x in rows), first_logit, visible, first_key
+
+
+def _first_keys(p: Problem, visible: Tensor, tokens: Tensor | None) -> Tensor:
+    """The first key that each query sees, int64 `[1 or B, Tq]`; 0 where it sees none."""
+    Tq, Tk = p.q.shape[2], p.k.shape[2]
+    token = torch.arange(Tk - Tq, Tk, device=p.q.device) if tokens is None else tokens
+    first = (
+        token.new_zeros(1, len(token)) if p.window is None else (token - p.window + 1).clamp(min=0)[None]
+    )
+    if p.key_ids is not None and p.query_ids is not None:
+        # Keys in the order of their ids, then of their positions; ids as ranks, so that rank * Tk + key
+        # is one number that ascends, in which the first key not before `first` is found by bisection.
+        order = p.key_ids.argsort(dim=1, stable=True)
+        ascending = p.key_ids.gather(1, order)
+        rank = torch.nn.functional.pad((ascending[:, 1:] != ascending[:, :-1]).cumsum(1), (1, 0))
+        place = torch.searchsorted(ascending, p.query_ids.contiguous()).clamp(max=Tk - 1)
+        wanted = rank.gather(1, place) * Tk + first
+        at = torch.searchsorted(rank * Tk + order, wanted).clamp(max=Tk - 1)
+        first = order.gather(1, at)
+    return torch.where(visible > 0, first, 0)
+
+
+def _logits_of(p: Problem, key: Tensor) -> Tensor:
+    """The logits `[B, Hq, Tq]` of one key for each query, fp32."""
+    B, Hq, Hk, Tq, _, D, _ = p.sizes
+    chosen = p.k.float().gather(2, key.expand(B, Tq)[:, None, :, None].expand(B, Hk, Tq, D))
+    q = p.q.float().view(B, Hk, Hq // Hk, Tq, D)
+    return p.scale * (q * chosen[:, :, None]).sum(-1).flatten(1, 2)

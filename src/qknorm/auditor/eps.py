@@ -1,0 +1,60 @@
+"""The eps of a norm, its place, and how much of what it is added to it makes up.
+
+Shapes: B batch, T tokens, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from qknorm.auditor.draws import drawn
+from qknorm.auditor.fit import SMALL, TOP, Fit
+from qknorm.auditor.norms import axes_of, by_share, mean_square
+from qknorm.auditor.site import Site
+
+LARGE = 256.0  # times SMALL: beside which no eps counts
+SCALES = [10.0 ** (-k / 2) for k in range(-3, 29)]  # times SMALL
+
+
+def read_eps(site: Site, side: str, fit: Fit) -> tuple[float, str]:
+    """eps and its place, from answers to ever smaller raw vectors. 0 if none was felt."""
+    raw = drawn(site.raw_shape(side), 7, SMALL)
+    axes = axes_of(fit.key)
+
+    def ask(factor: float) -> Tensor:
+        return by_share(site.answers(side, factor * raw)[:, 0], fit.key)
+
+    most = 1.0 if fit.raw_limit is not None else LARGE
+    full, rest = ask(most), ask(0.0).nan_to_num()
+    squares = mean_square(raw.double()[:, 0], fit.key)
+    free = torch.ones_like(full) if fit.limit is None else (full.abs() < fit.limit * TOP).double()
+    span = ((full - rest) * free).square().sum(axes, keepdim=True)
+    felt: dict[str, list[Tensor]] = {"inside": [], "outside": [], "clamp": []}
+    for c in SCALES:
+        if c > most:
+            continue
+        ratio = ((ask(c) - rest) * (full - rest) * free).sum(axes, keepdim=True) / span
+        middle = float(ratio.median())
+        if not bool(ratio.isfinite().all()) or middle < 0.01:
+            break
+        if 0.05 < middle < 0.95:
+            s, ratio = c * squares.sqrt(), ratio.clamp(max=1)
+            felt["inside"].append(s.square() * (ratio.pow(-2) - 1))
+            felt["outside"].append(s * (1 / ratio - 1))
+            felt["clamp"].append(s / ratio)
+    if not felt["inside"]:
+        return 0.0, "inside"
+    logs = {place: torch.stack(values).clamp(min=1e-30).log() for place, values in felt.items()}
+    place = min(logs, key=lambda name: float(logs[name].std()) if logs[name].numel() > 1 else 0.0)
+    value = float(logs[place].median().exp())
+    if place == "clamp":  # `F.normalize` clamps the length, not the root mean square
+        value *= math.prod(by_share(raw[:, 0], fit.key).shape[axis] for axis in axes) ** 0.5
+    return value, place
+
+
+def share_of_eps(site: Site, side: str, fit: Fit, eps: float) -> float:
+    """Of the sum under the root, at the median of the tokens and heads of the model's inputs."""
+    return eps / (eps + float(mean_square(site.raw(side).double(), fit.key).median()))

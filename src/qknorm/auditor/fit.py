@@ -1,0 +1,167 @@
+"""Which norm explains q or k, and what follows it.
+
+At every token the entries of a head are `q = A n(y) + b`: n is the norm without its gain, A holds the
+gain and the rotation. A is found by least squares for each norm that comes into question; the norm with
+the smallest residual is the one.
+
+Shapes: M samples, B batch, T tokens, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from qknorm.auditor import thresholds as at
+from qknorm.auditor.draws import drawn
+from qknorm.auditor.guard import NotUnderstoodError
+from qknorm.auditor.norms import NORMS, Key, normalized, shares
+from qknorm.auditor.site import Site
+
+SPREAD = 8.0  # standard deviation of raw entries, beside which an eps in use hardly counts
+SMALL = 0.25  # that which no clamp of projections reaches
+RANK = 1e-9  # below this share of the largest a singular value is 0
+CONSECUTIVE = 8  # tokens at the start of which A is found
+TOP = 1 - 1e-6  # an entry at this share of a limit is at the limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The best norm.
+
+    Attributes:
+        key: norm and statistic.
+        spread: of the raw entries that it was found with.
+        raw, found: `[M, tokens, H, D]`, raw entries and answers to them.
+        matrices: A of the first CONSECUTIVE tokens and of the last, `[tokens, H, D, D]`.
+        residual: relative.
+        limit: at which answers are clamped; raw_limit: at which raw entries are.
+        eps: which the norm was computed with.
+    """
+
+    key: Key
+    spread: float
+    raw: Tensor
+    found: Tensor
+    matrices: Tensor
+    residual: float
+    limit: float | None
+    raw_limit: float | None = None
+    eps: float = 0.0
+
+    def with_eps(self, eps: float) -> Fit:
+        """The same norm with this eps added to the mean square, if that explains more."""
+        matrices, residual = _solve(normalized(self.raw, self.key, eps), self.found, self.limit)
+        better = replace(self, matrices=matrices, residual=residual, eps=eps)
+        return better if residual < self.residual else self
+
+
+def fit(site: Site, side: str) -> Fit:
+    """Raises NotUnderstoodError if no norm in question explains the side."""
+    best = _fit(site, side, SPREAD)
+    if best is None or best.residual > at.EXACT:
+        # A clamp of raw entries acts on large ones only.
+        small = _fit(site, side, SMALL)
+        is_better = small is not None and (best is None or best.residual > 10 * small.residual)
+        if small is not None and is_better and small.residual < at.EXACT_SMALL:
+            best = replace(small, raw_limit=_raw_limit(site, side))
+    if best is None or best.residual > at.KNOWN:
+        raise NotUnderstoodError(f"{side} is no norm, gain and rotation of a projection")
+    first = torch.diagonal(best.matrices[0], dim1=-2, dim2=-1)  # [H, D]
+    mixed = float((best.matrices[0] - torch.diag_embed(first)).abs().max() / first.abs().max())
+    if mixed > at.MIXED and best.limit is None:
+        raise NotUnderstoodError(f"entries of {side} are rotated or mixed at the first token already")
+    return best
+
+
+def _fit(site: Site, side: str, spread: float) -> Fit | None:
+    # Consecutive tokens, to compare distances, and the last, at which the slowest pair has turned most.
+    B, T, H, D = site.raw_shape(side)
+    tokens = sorted({*range(min(T, CONSECUTIVE)), T - 1})
+    count = math.ceil((1.5 * D + 8) / B)
+    raws, answers = [], []
+    for seed in range(100, 100 + count):
+        drawing = drawn((B, T, H, D), seed, spread)
+        raws.append(drawing[:, tokens].double())
+        answers.append(site.answers(side, drawing)[:, tokens])
+    raw, found = torch.cat(raws), torch.cat(answers)
+    if not bool(found.isfinite().all()):
+        return None
+    limit = limit_of(found)
+    ends = sorted({0, raw.shape[1] - 1})
+    residuals: dict[Key, float] = {}
+    for key in (*NORMS, *shares(H)):
+        if key not in NORMS and min(residuals.values()) < at.KNOWN:
+            break  # one statistic for some of the heads is rare
+        x = normalized(raw[:, ends], key)
+        if bool(x.isfinite().all()):
+            residuals[key] = _solve(x, found[:, ends], limit)[1]
+    key = min(residuals, key=lambda key: residuals[key])
+    matrices, residual = _solve(normalized(raw, key), found, limit)
+    return Fit(
+        key=key,
+        spread=spread,
+        raw=raw,
+        found=found,
+        matrices=matrices,
+        residual=residual,
+        limit=limit,
+    )
+
+
+def _solve(x: Tensor, y: Tensor, limit: float | None) -> tuple[Tensor, float]:
+    """A and the relative residual of `y = A x + b` for each token and head, without clamped answers."""
+    M, T, H, D = x.shape
+    x_THMD = torch.cat((x, x.new_ones(M, T, H, 1)), -1).permute(1, 2, 0, 3)
+    y_THMD = y.permute(1, 2, 0, 3)
+    if limit is None:
+        solution = _least_squares(x_THMD, y_THMD)
+        error = (x_THMD @ solution - y_THMD).square().sum() / y_THMD.square().sum().clamp(min=1e-30)
+        return _sparse(solution[..., :D, :].mT, x), float(error.sqrt())
+    free = (y_THMD.abs() < limit * TOP).double()
+    # One weighted problem for each entry of the answer.
+    weighted = x_THMD[:, :, None] * free.mT[..., None]  # [T, H, D, M, D + 1]
+    solution = torch.linalg.pinv(weighted, rtol=RANK) @ (y_THMD * free).mT[..., None]
+    error = (weighted @ solution - (y_THMD * free).mT[..., None]).square().sum()
+    total = (y_THMD * free).square().sum().clamp(min=1e-30)
+    return _sparse(solution[..., :D, 0], x), float((error / total).sqrt())
+
+
+def _least_squares(x: Tensor, y: Tensor) -> Tensor:
+    """By normal equations: drawn at random, x is far from singular, but for directions of no size that a
+    centred norm leaves, in which the ridge keeps the answer small."""
+    gram = x.mT @ x
+    ridge = RANK * torch.diagonal(gram, dim1=-2, dim2=-1).mean(-1)
+    factor = torch.linalg.cholesky(gram + torch.diag_embed(ridge[..., None].expand(gram.shape[:-1])))
+    return torch.cholesky_solve(x.mT @ y, factor)
+
+
+def _sparse(matrices: Tensor, x: Tensor) -> Tensor:
+    """Of centred x a constant in a row of A means nothing: the one that leaves most entries at 0."""
+    if float(x.mean(-1).abs().max()) > 1e-9 * float(x.abs().max()):
+        return matrices
+    return matrices - matrices.median(-1, keepdim=True).values
+
+
+def limit_of(found: Tensor) -> float | None:
+    """The largest |entry| if many entries share it."""
+    size = found.abs()
+    top = float(size.max())
+    share = float((size >= top * TOP).double().mean())
+    return top if share > at.CLAMPED and top > 0 else None
+
+
+def _raw_limit(site: Site, side: str) -> float:
+    """Where raw entries stop to count: the raw value beyond which a growing entry changes nothing."""
+    raw = torch.full(site.raw_shape(side), 0.1, dtype=torch.float32, device="cpu")
+    last, last_value = None, 0.0
+    for value in [0.1 * 1.1**i for i in range(80)]:
+        raw[..., 0] = value
+        answer = site.answers(side, raw)[:, 0]
+        if last is not None and float((answer - last).abs().max()) < 1e-6 * float(answer.abs().max()):
+            return last_value
+        last, last_value = answer, value
+    return math.inf

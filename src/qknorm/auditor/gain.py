@@ -1,0 +1,108 @@
+"""The gain that follows a norm: its values, the parameters behind it, and what they are shared by.
+
+Shapes: B batch, T tokens, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qknorm.auditor import thresholds as at
+from qknorm.auditor.draws import drawn
+from qknorm.auditor.fit import TOP, Fit
+from qknorm.auditor.norms import normalized
+from qknorm.auditor.site import STEP, Site, nudged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """What was read.
+
+    Attributes:
+        values: effective, `[H, D]`; None without a norm.
+        kind: None, "head", "shared", "full" or "scalar".
+        factor: by which q or k is multiplied beside norm and gain, such as an amplitude of RoPE.
+    """
+
+    values: Tensor | None
+    kind: str | None
+    factor: float
+
+
+def gain_parameters(site: Site, side: str) -> dict[nn.Parameter, tuple[int, ...]]:
+    """Parameters beside the projections on which q or k depends, and the entry of each that counts most:
+    of gains that are packed into one parameter, one of this side."""
+    with torch.enable_grad():
+        attention = site.ask()
+        x = attention.q if side == "q" else attention.k
+        if not x.requires_grad:
+            return {}
+        parameters = [p for p in site.module.parameters() if p.requires_grad and p.is_floating_point()]
+        loss = (x * drawn(x.shape, 1).to(x)).sum()
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+    found = {}
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if grad is not None and bool(grad.any()):
+            place = torch.unravel_index(grad.abs().argmax(), grad.shape)
+            found[parameter] = tuple(int(index) for index in place)
+    return found
+
+
+def read_gain(site: Site, side: str, fit: Fit, parameters: dict[nn.Parameter, tuple[int, ...]]) -> Gain:
+    """q depends on a stored gain w by `a (w + o)`: its derivative gives the factor a."""
+    first = torch.diagonal(fit.matrices[0], dim1=-2, dim2=-1)  # [H, D]
+    if fit.key[0] is None:
+        return Gain(values=None, kind=None, factor=float(first.median()))
+    H, D = first.shape
+    raw = torch.cat([drawn(site.raw_shape(side), seed, fit.spread) for seed in range(5, 9)])
+    n = normalized(raw.double(), fit.key, fit.eps)[:, 0]  # [4 B, H, D]
+
+    def ask() -> Tensor:
+        return torch.cat([site.answers(side, part)[:, 0] for part in raw.split(site.batch)])
+
+    base = ask()
+    for parameter, entry in parameters.items():
+        with nudged(parameter, entry):
+            after = ask()
+        slope = (after - base) / STEP / n
+        if fit.limit is not None:
+            free = torch.maximum(base.abs(), after.abs()) < fit.limit * TOP
+            slope = torch.where(free, slope, torch.nan)
+        size = slope.abs().nanmean(0).nan_to_num()
+        moved = size > at.FELT * float(size.max())
+        # A gain changes an entry in proportion to itself; a bias does not.
+        chosen = slope[:, moved]
+        middle = chosen.nanmedian(0).values
+        apart = (chosen - middle).abs().nan_to_num()
+        if chosen.numel() == 0 or float(apart.max()) > at.PROPORTIONAL * float(middle.abs().max()):
+            continue
+        heads, entries = int(moved.any(1).sum()), int(moved.any(0).sum())
+        if entries > 1:
+            kind = "scalar"
+        elif heads > 1 or parameter.numel() == D:
+            kind = "shared" if heads == H else "head"
+        else:
+            kind = "full" if fit.key[1] == "full" else "head"
+        factor = float(middle.abs().median())
+        return Gain(values=first / factor, kind=kind, factor=factor)
+    return Gain(values=first, kind=None, factor=1.0)
+
+
+def length_or_mean(gain: Gain, place: str | None, *, is_bare: bool) -> tuple[str, Gain]:
+    """Norm and gain where what is divided by may be the length: two of three speak for it, no parameter,
+    a clamp of the length, a factor of 1 / sqrt(D)."""
+    assert gain.values is not None
+    values, factor, unit = gain.values, gain.factor, gain.values.shape[-1] ** -0.5
+    if is_bare:
+        factor = float(values.mean())
+        if float((values / factor - 1).abs().max()) > at.CONSTANT or abs(factor - 1) < at.CONSTANT:
+            return "rms", Gain(values=values, kind=gain.kind, factor=1.0)
+        values = values / factor
+    if is_bare + (place == "clamp") + (abs(factor / unit - 1) < at.CONSTANT) >= 2:
+        return "l2", Gain(values=values * unit, kind=gain.kind, factor=factor / unit)
+    if is_bare:
+        return "rms", Gain(values=values * factor, kind=gain.kind, factor=1.0)
+    return "rms", gain

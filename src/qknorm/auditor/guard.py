@@ -1,0 +1,48 @@
+"""One part of an audit that fails does not end the others: it is listed, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class NotUnderstoodError(Exception):
+    """This attention cannot be asked, and why."""
+
+
+class Guarded:
+    """A block after which the audit goes on: what it raises is noted in `not_probed`."""
+
+    def __init__(self, not_probed: list[str], what: str) -> None:
+        self.not_probed, self.what = not_probed, what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, NotUnderstoodError):
+            self.not_probed.append(f"{self.what}: {error}")
+        elif isinstance(error, Exception | SystemExit):
+            self.not_probed.append(f"{self.what} raised {in_one_line(error)}")
+        return isinstance(error, Exception | SystemExit)
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error says, without what follows on further lines."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {said[:200]}" if said else type(error).__name__
+
+
+class TargetError(ValueError):
+    """What is to be audited cannot be: one sentence."""
+
+
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Whatever goes wrong while something is read or built is a TargetError that names it."""
+    try:
+        yield
+    except TargetError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"{what} cannot be read: {in_one_line(error)}") from error

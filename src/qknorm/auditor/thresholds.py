@@ -1,0 +1,81 @@
+"""Every number by which the auditor decides, why it is that number, and the test that holds it.
+
+`tests/auditor/test_thresholds.py` has a test of each name that passes, and that fails once the number is
+halved or doubled. What is only a size of a probe stands where the probe is.
+"""
+
+from __future__ import annotations
+
+
+class Threshold(float):
+    """A number, why it is what it is, and the name of its test."""
+
+    why: str
+    test: str
+
+    def __new__(cls, value: float, why: str, test: str) -> Threshold:
+        self = super().__new__(cls, value)
+        self.why, self.test = why, test
+        return self
+
+
+T = Threshold
+
+# What is seen of a run.
+HIDDEN = T(-1e3, "Masks add far less; no logit in use comes near.", "a_mask_of_less_hides")
+SINK = T(1e-3, "Weights of a row add up to 1 to fp32 rounding without a sink.", "a_small_sink_is_seen")
+SINK_LOW = T(3e-2, "The same where weights are bf16.", "rounded_weights_are_no_sink")
+SINK_MOVES = T(1e-2, "Read from weights, a sink's logit is that exact.", "a_sink_of_almost_0")
+
+# Which projections lead to q and k.
+ALIKE = T(0.5, "With 128 draws, chance comes to 0.35 among thousands of columns.", "mixed_columns")
+SAME = T(1e-3, "Gradients that are the same but for fp32 rounding.", "an_addend_that_is_scaled")
+
+# Which norm it is.
+KNOWN = T(0.02, "bf16 inside the norm leaves 0.5 %, a wrong norm 10 % and more.", "a_noisy_norm")
+EXACT = T(3e-5, "fp32 leaves 1e-6; a square in fp16 5e-4.", "a_norm_with_an_error")
+EXACT_SMALL = T(1e-3, "Small raw entries feel eps.", "a_clamp_of_projections")
+MIXED = T(0.05, "Share of another entry in one at the first token.", "entries_that_are_mixed")
+CLAMPED = T(0.005, "Share of entries at the largest one, by chance far fewer.", "few_clamped_entries")
+
+# Gains.
+FELT = T(1e-3, "An entry that follows a parameter this little does not.", "a_gain_felt_elsewhere")
+PROPORTIONAL = T(0.02, "A gain changes entries in proportion, a bias does not.", "a_gain_with_noise")
+CONSTANT = T(1e-3, "What is read back is this exact.", "a_factor_of_almost_1")
+AT_INITIAL = T(1e-4, "fp32 reads back to 1e-5; training moves more.", "a_gain_that_moved_little")
+
+# eps.
+LEAST_EPS = T(0.9e-6, "1e-6 as far as it can be measured.", "eps_of_1e_6_is_fine")
+EPS_SHARE = T(0.005, "Then the lengths of q or k are short by 0.25 %.", "eps_beside_small_vectors")
+
+# RoPE.
+TURNED = T(2e-5, "fp32 leaves 1e-6; slow pairs turn by 1e-4 in 24 tokens.", "a_pair_that_turns_slowly")
+SURELY_TURNED = T(0.05, "From these pairs the layout is told.", "pairs_that_tell_the_layout")
+ORDER = T(1e-3, "Gains equal inside pairs leave either factoring a rotation.", "almost_equal_gains")
+RELATIVE = T(2e-3, "fp32 angles leave 1e-4 in 8 tokens.", "angles_a_little_off")
+RELATIVE_LOW = T(0.03, "Tables of cos and sin in bf16 err by 0.4 %, products by more.", "bf16_tables")
+SHIFTED = T(1e-3, "Outputs move when all positions shift by 7; fp32 leaves 1e-5.", "shifted_outputs")
+SHIFTED_LOW = T(0.03, "The same in bf16.", "shifted_outputs_in_bf16")
+
+# Precision, scale and V.
+LENGTH = T(0.2, "Times the dtype's epsilon: rounding alone leaves 0.06.", "lengths_that_err")
+SCALE = T(0.02, "A scale that is meant to be 1/D or 1/sqrt(D).", "a_scale_close_to_1_over_D")
+GROWN = T(2.0, "V of projections 4 times as large; 1 if it is normed.", "v_that_grows_by_half")
+
+# Logits.
+LINE = T(1e-4, "Residual of logits = scale * q.k; fp32 leaves 1e-6.", "logits_that_are_almost_a_line")
+SOFTCAP = T(2e-3, "The same of a soft-cap, whose constant is searched for.", "almost_a_softcap")
+CLAMPED_LOGITS = T(0.001, "Share at the largest one, by chance far less.", "few_clamped_logits")
+
+# The whole model.
+AGREE = T(2e-4, "fp32 paths, relative to the largest output.", "paths_that_almost_agree")
+AGREE_WIDE = T(1e-8, "The same in fp64.", "paths_that_almost_agree_in_fp64")
+AGREE_LOW = T(6e-2, "The same in bf16 and fp16.", "paths_that_almost_agree_in_bf16")
+MOVED = T(1e-6, "What is hidden moves no output; rounding differs with shapes.", "a_small_leak")
+IS_CAUSAL = T(0.5, "Share of earlier tokens that no later one moves.", "half_of_the_tokens_are_causal")
+CLIPPED = T(0.01, "Outputs move this little where a norm undoes a clip.", "a_clip_that_does_little")
+LONG = T(32_768.0, "Tokens of context from which sinks pay.", "a_long_context")
+
+# Files of weights.
+DECAYED = T(0.2, "Trained gains are about 1; below this they are w of 1 + w.", "gains_that_are_small")
+WIDEST = T(512.0, "No head in use is wider.", "a_gain_wider_than_any_head")

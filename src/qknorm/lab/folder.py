@@ -1,0 +1,106 @@
+"""What a run leaves in its folder: settings, log, checkpoints, TensorBoard, all from the first rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from qknorm.lab import checkpoint, environment, files
+from qknorm.monitor.alerts import Alerts
+from qknorm.monitor.record import Record
+from qknorm.monitor.to.jsonl import Item, JsonLines, read_lines, to_record
+from qknorm.monitor.to.trackers import TensorBoard
+
+OnItem = Callable[[Item], None]
+
+
+def is_first_rank() -> bool:
+    """Whether this process writes."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+class RunFolder:
+    """The folder of a run that is being trained.
+
+    Args:
+        folder: where it goes.
+        config: plain values, to be saved.
+        resume_after: go on in a folder whose run has done so many steps; None starts anew.
+        tensorboard: also write event files.
+        on_item: called with each record, alert and line, when it is written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        *,
+        resume_after: int | None,
+        tensorboard: bool,
+        on_item: OnItem,
+    ) -> None:
+        self.path = folder / files.CHECKPOINT_FILE
+        self.writes = is_first_rank()
+        if not self.writes:
+            return
+        if resume_after is None:
+            files.remove_run(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        files.replace_json(folder / files.CONFIG_FILE, config)
+        files.replace_json(folder / files.ENVIRONMENT_FILE, environment.describe())
+        self.log = JsonLines(folder / files.METRICS_FILE, resume_after=resume_after)
+        self.alerts = Alerts()
+        lines = read_lines(self.log.path)
+        self.alerts.replay(to_record(line) for line in lines if line["kind"] == "record")
+        self.to: list[OnItem] = [self.log, on_item]
+        self.board = None
+        if tensorboard:
+            again = None if resume_after is None else resume_after + 1
+            self.board = summary_writer()(str(folder / files.TENSORBOARD_FOLDER), purge_step=again)
+            self.to.insert(1, self._scalars)
+
+    def put(self, item: Item) -> None:
+        """Write an item, and after a record the alerts that are new with it. An error ends the run."""
+        if not self.writes:
+            return
+        for send in self.to:
+            send(item)
+        if isinstance(item, Record):
+            for alert in self.alerts(item):
+                self.put(alert)
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write a checkpoint. Raises `checkpoint.NotFiniteError`, on every rank."""
+        if self.writes:
+            checkpoint.save(state, self.path)
+        else:
+            checkpoint.check_finite(state)
+
+    def close(self, *, ended: bool = False) -> None:
+        """Write everything out; `ended`: say that the run is over."""
+        if self.writes:
+            self.log.close(ended=ended)
+            if self.board is not None:
+                self.board.close()
+
+    def _scalars(self, item: Item) -> None:
+        assert self.board is not None
+        if not isinstance(item, dict):
+            TensorBoard(self.board)(item)
+        elif item["kind"] == "step":
+            for name, value in item.items():
+                if isinstance(value, float) and math.isfinite(value):
+                    self.board.add_scalar(name, value, item["step"])
+
+
+def summary_writer() -> Any:
+    """TensorBoard's writer. Raises ValueError if the extra is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("TensorBoard needs an extra: pip install 'qknorm[tensorboard]'") from error
+    return SummaryWriter
