@@ -32,13 +32,13 @@ class Teller:
 
     def tell(self, translate: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Let `translate(self, *args, **kwargs)` say it. An error is noted and never the training's."""
-        if torch.compiler.is_compiling():
-            translate(self, *args, **kwargs)
-            return
         try:
             translate(self, *args, **kwargs)
         except Exception as error:
-            self.refuse(_sentence(error))
+            if torch.compiler.is_compiling():
+                self.refuse("it is called in a way that is not understood")
+            else:
+                self.refuse(_sentence(error))
 
     def refuse(self, why: str) -> None:
         """The call cannot be measured."""

@@ -111,10 +111,9 @@ def _owners(cls: type) -> list[Any]:
     spaces = {id(vars(F)): vars(F), id(vars(flex)): vars(flex)}
     for base in _bases(cls):
         for method in vars(base).values():
-            # Ours may stand in its place already, with the original behind it.
-            for function in (method, getattr(method, "__wrapped__", None)):
-                if hasattr(function, "__globals__"):
-                    spaces[id(function.__globals__)] = function.__globals__
+            function = getattr(method, "__wrapped__", method)  # also once its forward is replaced
+            if hasattr(function, "__globals__"):
+                spaces[id(function.__globals__)] = function.__globals__
     return [_Names(space) for space in spaces.values() if space is not globals()] + list(_bases(cls))
 
 
