@@ -7,9 +7,9 @@ Not by a torch function mode: under one a compiler cannot trace such methods as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from qknorm.monitor.forward import Switch, watch
 from qknorm.monitor.layer import Layer, Teller
 from qknorm.monitor.operators import TOKEN, is_running
+from qknorm.monitor.taps.code import bases, names, reached
 from qknorm.monitor.taps.projection import ADDED_KEY, observe_projected
 from qknorm.monitor.view import MaskOf, per_pair
 
@@ -28,29 +29,23 @@ NAME = "functional"
 
 
 def serves(module: nn.Module) -> bool:
-    """Whether a method of the module's class, or of a base outside torch, names one of the functions."""
-    named: set[str] = set()
-    for base in _bases(type(module)):
-        for method in vars(base).values():
-            code = getattr(getattr(method, "__wrapped__", method), "__code__", None)
-            if code is not None:
-                named.update(_names(code))
-    return bool(named & _OBSERVERS.keys()) or any(
+    """Whether the code of the module, or a function that it calls, names one of the functions."""
+    cls = type(module)
+    if cls.__call__ is not nn.Module.__call__:
+        return False  # its forward is not what runs, as in the processors of diffusers
+    if isinstance(module, nn.MultiheadAttention):
+        return True  # it is one of another forward, which may still call torch's
+    functions = reached(module)
+    named = names(*functions)
+    return bool(named & (_OBSERVERS.keys() | _LEADING)) or any(
         name in named and _observer(_callable(value)) is not None
-        for place in _places(type(module))
-        for name, value in place.items()
+        for owner in _owners(module, functions)
+        for name, value in vars(owner).items()
     )
 
 
-def _bases(cls: type) -> Iterator[type]:
-    return (base for base in cls.__mro__ if not base.__module__.startswith("torch."))
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+# Functions that choose among kernels at run time, of which SDPA is the usual one: that of diffusers.
+_LEADING = {"dispatch_attention_fn"}
 
 
 # Calls belong to the layer whose forward runs when they do.
@@ -65,10 +60,11 @@ def install(layer: Layer) -> Callable[[], None]:
     originals; returns how to undo it."""
     layer.around = _announced
     with ExitStack() as stack:
+        owners = _owners(layer.module, reached(layer.module))  # before its forward is replaced
         stack.callback(watch(layer))
         SWITCHES.append(layer.switch)
         stack.callback(SWITCHES.remove, layer.switch)
-        for owner in _owners(type(layer.module)):
+        for owner in owners:
             _Patched.enter(owner)
             stack.callback(_Patched.leave, owner)
         return stack.pop_all().close
@@ -106,19 +102,13 @@ class _Names:
         self.__dict__ = names
 
 
-def _owners(cls: type) -> list[Any]:
-    """What holds the names that the methods of a class see: F, its modules, itself and its bases."""
+def _owners(module: nn.Module, functions: list[FunctionType]) -> list[Any]:
+    """What holds the names that the code of a module sees: F, Python modules, its class and bases."""
     spaces = {id(vars(F)): vars(F), id(vars(flex)): vars(flex)}
-    for base in _bases(cls):
-        for method in vars(base).values():
-            function = getattr(method, "__wrapped__", method)  # also once its forward is replaced
-            if hasattr(function, "__globals__"):
-                spaces[id(function.__globals__)] = function.__globals__
-    return [_Names(space) for space in spaces.values() if space is not globals()] + list(_bases(cls))
-
-
-def _places(cls: type) -> list[Any]:
-    return [vars(owner) for owner in _owners(cls)]
+    for function in functions:
+        spaces[id(function.__globals__)] = function.__globals__
+    own = [_Names(space) for space in spaces.values() if space is not globals()]
+    return own + [base for base in bases(type(module)) if base is not object]
 
 
 def _callable(value: Any) -> Any:
@@ -293,6 +283,8 @@ def _multi_head(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> None:
+    if not need_weights:
+        return  # it calls SDPA, which is seen
     if bias_k is not None or add_zero_attn:
         layer.refuse(ADDED_KEY)
         return
@@ -309,7 +301,7 @@ def _multi_head(
         biases=(None, None) if in_proj_bias is None else in_proj_bias.chunk(3)[:2],
         padding=key_padding_mask,
         mask=attn_mask,
-        causal=is_causal and not need_weights,
+        causal=False,
         cross=query is not key,
         static_k=static_k,
     )

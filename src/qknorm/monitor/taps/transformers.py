@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from qknorm.monitor.forward import ATTRIBUTE
 from qknorm.monitor.layer import Layer
+from qknorm.monitor.taps.code import method, names
 from qknorm.monitor.taps.flash import places, shown
 from qknorm.monitor.taps.functional import block_mask_of, causal_mask_of, shut
 from qknorm.monitor.view import as_mask_of, both
@@ -27,9 +28,8 @@ def serves(module: nn.Module) -> bool:
     """Whether the module asks transformers for its attention function."""
     if "transformers" not in sys.modules:
         return False
-    forward = type(module).forward
-    code = getattr(forward, "__wrapped__", forward).__code__
-    return "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    forward = method(type(module), "forward")
+    return forward is not None and "ALL_ATTENTION_FUNCTIONS" in names(forward)
 
 
 def install(layer: Layer) -> Callable[[], None]:
