@@ -181,7 +181,7 @@ def a_noisy_norm() -> None:
 
 
 def a_norm_with_an_error() -> None:
-    side = Fake(norm="rms", residual=4.5e-5, raw_limit=1.0)
+    side = Fake(fit=Fake(residual=4.5e-5, raw_limit=1.0))
     asked = Fake(original=nn.Linear(1, 1))
     assert found(rules.of_precision(Fake(path="x", site=asked, normed={"q": side}))) == {"QK008"}
 
@@ -244,7 +244,7 @@ def a_length_that_is_almost_1() -> None:
 def a_gain_that_moved_little() -> None:
     values = torch.ones(1, D, dtype=torch.float64)
     values[0, 0] += 1.5e-4
-    side = Fake(gain=values, gain_kind="head", norm="rms")
+    side = Fake(gain=Fake(values=values, kind="head"), norm="rms")
     assert not found(rules.of_gains(Fake(path="x", is_trained=True, sides={"q": side})))
 
 
@@ -291,13 +291,13 @@ def pairs_that_tell_the_layout() -> None:
 
 def almost_equal_gains() -> None:
     A = turning(math.pi / 4) @ torch.diag(torch.tensor([1.0, 1.0015], dtype=torch.float64))
-    assert rope.read_order([(A, 0.0)], "half") == "before"
+    assert rope.read_order([Fake(matrices=A, residual=0.0)], "half") == "before"
 
 
 def rope_findings(error: float, dtype: torch.dtype) -> set[str]:
     q, k = turning(0.3, T=4), turning(0.3, T=4)
     k[2] = turning(error)[1] @ k[2]
-    sides = {name: Fake(matrices=x, residual=0.0) for name, x in (("q", q), ("k", k))}
+    sides = {name: Fake(fit=Fake(matrices=x, residual=0.0)) for name, x in (("q", q), ("k", k))}
     asked = Fake(key_of=torch.tensor([0]), original=nn.Linear(1, 1).to(dtype))
     layer = Fake(path="x", site=asked, sides=sides, f=Fake(order=None, causal=True))
     return found(rules.of_rope(layer))
@@ -353,7 +353,7 @@ def lengths_that_err() -> None:
             is_large = module is not None and float(raw.abs().max()) > 100
             return super().answers(side, raw) * (1 + error * is_large)
 
-    side = Fake(norm="rms", residual=0.0, raw_limit=None)
+    side = Fake(fit=Fake(residual=0.0, raw_limit=None))
     layer = Fake(path="x", site=Low(lambda n, raw: n), normed={"q": side})
     assert found(rules.of_precision(layer)) == {"QK008"}
 

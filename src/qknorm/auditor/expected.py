@@ -123,7 +123,7 @@ def _found(one: Expected, layer: Layer) -> list[Value]:
     if one.key == "scale" and f.scale is None:
         raise NotUnderstoodError("what its logits are of q.k was not understood")
     if one.key == "norm":
-        return [side.statistic or "none" for side in layer.sides.values()]
+        return [side.fit.key[1] or "none" for side in layer.sides.values()]
     if one.key == "eps":
         return [side.eps for side in sides.values()] or [None]
     return [f.scale] if one.key == "scale" else [f.sink or "none"]
