@@ -68,9 +68,8 @@ def _audit(
     called(model, lambda: run(trace, subject.paths[default], (), subject.inputs))
     if trace.replaced - {"reference"} or any(map(_is_compiled, model.modules())):
         subject.paths["plain"] = _plainly(subject.paths[default])
-    not_probed = [
-        f"{path}: {name} does not show what it computes" for path, name in trace.opaque.items()
-    ]
+    hidden = [f"{path}: {name} does not show what it does" for path, name in trace.opaque.items()]
+    not_probed = [*trace.failed, *hidden]
     if not trace.attentions:
         raise ValueError(
             f"{type(model).__name__} showed no attention: no softmax over a product of two "

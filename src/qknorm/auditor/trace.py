@@ -142,7 +142,7 @@ class Trace(TorchFunctionMode):
             with self:
                 return opened(func)(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            with Guarded(self.failed, self.path):
+            with Guarded(self.failed, self.path or "the model"):
                 self._done(self._sdpa(*args, **kwargs))
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -162,7 +162,7 @@ class Trace(TorchFunctionMode):
             return out
         if _may_hide_attention(func, tensors):
             self.opaque[self.path] = str(func)
-        with Guarded(self.failed, self.path):
+        with Guarded(self.failed, self.path or "the model"):
             if parameter is not None and len(tensors) == 1:
                 # A view of a weight, or weights computed from it, stands for it.
                 for part in tensors_of(out):
