@@ -162,19 +162,7 @@ class Layer(Watcher, Teller):
 
     def add(self, q: Tensor, k: Tensor, stats: Stats, scale: float | None) -> None:
         """What a fused pass found of q and k, which are seen before norm and RoPE. May be traced."""
-        torch.ops.qknorm.monitor_add(
-            TOKEN,
-            self.handle,
-            q.detach(),
-            k.detach(),
-            scale,
-            stats.max_logit,
-            stats.entropy_sum,
-            stats.ratio_sum,
-            stats.sink_sum,
-            stats.row_count,
-            stats.ratio_count,
-        )
+        self.tell(_add_fused, q, k, stats, scale)
 
     def take(self, q: Tensor, k: Tensor, scale: float | None, *found: Tensor) -> None:
         """Add what a fused pass found."""
@@ -239,6 +227,22 @@ class Layer(Watcher, Teller):
         self.is_sampled, self.trouble = False, None
         if self.norms is not None:
             self.norms.clear()
+
+
+def _add_fused(layer: Teller, q: Tensor, k: Tensor, stats: Stats, scale: float | None) -> None:
+    torch.ops.qknorm.monitor_add(
+        TOKEN,
+        layer.handle,
+        q.detach(),
+        k.detach(),
+        scale,
+        stats.max_logit,
+        stats.entropy_sum,
+        stats.ratio_sum,
+        stats.sink_sum,
+        stats.row_count,
+        stats.ratio_count,
+    )
 
 
 def _sentence(error: Exception) -> str:

@@ -141,7 +141,7 @@ def _watched(module: nn.Module, switch: Switch, undo: ExitStack) -> Norm:
 
 
 def _pair(holder: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    norms = {name: child for name, child in holder.named_children() if _is_norm(_bare(child))}
+    norms = {name: child for name, child in holder.named_children() if _is_norm(name, _bare(child))}
     for name, norm in norms.items():
         if isinstance(_bare(norm), QKNorm):
             return norm, norm
@@ -152,8 +152,10 @@ def _pair(holder: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     return None
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() and not isinstance(module, torch.jit.ScriptModule)
+def _is_norm(name: str, module: nn.Module) -> bool:
+    """By what it is called: nothing else tells a norm."""
+    names = (name, *(cls.__name__ for cls in type(module).__mro__))
+    return not isinstance(module, torch.jit.ScriptModule) and any("norm" in n.lower() for n in names)
 
 
 def _bare(module: nn.Module) -> nn.Module:

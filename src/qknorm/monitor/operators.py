@@ -54,6 +54,17 @@ def is_running() -> bool:
     return bool(_RUNNING.stack) and _RUNNING.stack[-1] is not None
 
 
+def enter(layer: Tensor | None) -> None:
+    """From here on calls belong to a layer; None for nobody. Not for traced code."""
+    _RUNNING.stack.append(None if layer is None else _WATCHED.get(int(layer)))
+
+
+def leave() -> None:
+    """The end of what the last `enter` began."""
+    if _RUNNING.stack:
+        _RUNNING.stack.pop()
+
+
 def forget_running() -> None:
     """After a step: a compiled forward that raised an error has left its module behind."""
     _RUNNING.stack.clear()
@@ -77,15 +88,6 @@ def tell(handle: Tensor | None, method: str, *args: Any) -> None:
         watched.attempt(getattr(watched, method), *args)
 
 
-def _enter(token: Tensor, layer: Tensor | None) -> None:
-    _RUNNING.stack.append(None if layer is None else _WATCHED.get(int(layer)))
-
-
-def _leave(token: Tensor) -> None:
-    if _RUNNING.stack:
-        _RUNNING.stack.pop()
-
-
 def _observe(token: Tensor, layer: Tensor | None, *args: Any) -> None:
     tell(layer, "measure", *args)
 
@@ -102,9 +104,14 @@ def _refuse(token: Tensor, layer: Tensor | None, why: str) -> None:
     tell(layer, "note", why)
 
 
+def _refuse_vmap(info: Any, in_dims: Any, token: Tensor, layer: Tensor | None = None, *_: Any) -> Any:
+    tell(layer, "note", "calls under torch.vmap are not measured")
+    return None, None
+
+
 for _name, _arguments, _kernel in (
-    ("enter", "Tensor? layer", _enter),
-    ("leave", "", _leave),
+    ("enter", "Tensor? layer", lambda _, layer: enter(layer)),
+    ("leave", "", lambda _: leave()),
     (
         "observe",
         "Tensor? layer, Tensor q, Tensor k, Tensor? mask, Tensor? documents, Tensor? sink, bool causal, "
@@ -124,6 +131,7 @@ for _name, _arguments, _kernel in (
         f"monitor_{_name}",
         f"(Tensor(a!) token{', ' * bool(_arguments)}{_arguments}) -> ()",
         fake=lambda *_: None,
+        vmap=_refuse_vmap,
         # In a CUDA graph they would run once, while it is recorded.
         tags=(torch.Tag.cudagraph_unsafe,),
         # Where a compiler leaves a frame to Python it still looks into those that it calls, even these.

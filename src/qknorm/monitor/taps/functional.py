@@ -20,7 +20,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from qknorm.monitor.forward import Switch, watch
 from qknorm.monitor.layer import Layer, Teller
-from qknorm.monitor.operators import TOKEN, is_running
+from qknorm.monitor.operators import TOKEN, enter, is_running, leave
 from qknorm.monitor.taps.code import bases, names, reached
 from qknorm.monitor.taps.projection import ADDED_KEY, observe_projected
 from qknorm.monitor.view import MaskOf, per_pair
@@ -84,15 +84,16 @@ def shut(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _inside(handle: Tensor | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    torch.ops.qknorm.monitor_enter(TOKEN, handle)
     if torch.compiler.is_compiling():  # which could not go on after a graph break inside `try`
+        torch.ops.qknorm.monitor_enter(TOKEN, handle)
         out = function(*args, **kwargs)
         torch.ops.qknorm.monitor_leave(TOKEN)
         return out
+    enter(handle)
     try:
         return function(*args, **kwargs)
     finally:
-        torch.ops.qknorm.monitor_leave(TOKEN)
+        leave()
 
 
 class _Names:

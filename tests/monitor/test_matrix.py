@@ -1,0 +1,115 @@
+"""Every kind of layer, run in every way, in every wrapper: the monitor changes no graph and no bit, and
+its numbers are those of one process without a compiler."""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+import matrix
+
+WORLD = 2
+# Every kind in every wrapper without a compiler; with one, each wrapper with the kinds that differ most.
+# `python tests/monitor/matrix.py` runs all of them, in half an hour.
+CELLS = [(kind, "eager", wrapper) for kind in matrix.KINDS for wrapper in matrix.WRAPPERS] + [
+    (kind, way, wrapper)
+    for kind, way, wrapper in (
+        ("sdpa", "compile", "ddp"),
+        ("sdpa", "checkpoint", "ddp"),
+        ("sdpa", "blocks", "fsdp1_orig"),
+        ("sdpa", "checkpoint", "fsdp2"),
+        ("own", "checkpoint", "ddp"),
+        ("own", "blocks", "fsdp2"),
+        ("own", "checkpoint", "fsdp1_orig"),
+        ("multihead", "blocks", "ddp"),
+        ("qwen3", "blocks", "fsdp2"),
+    )
+]
+
+
+@functools.cache
+def alone(kind: str, way: str) -> dict[str, Any]:
+    return matrix.cell(kind, way, "alone")
+
+
+@functools.cache
+def on_two_ranks() -> list[dict[tuple[str, str, str], Any]]:
+    """The processes are started once."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(matrix.run_cells, (WORLD, CELLS, folder), nprocs=WORLD)
+        return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(WORLD)]
+
+
+def assert_unchanged(cell: dict[str, Any]) -> None:
+    assert "refused" not in cell, cell["refused"]
+    plain, watched = cell["graphs"]
+    assert watched == plain, "another number of graphs than without the monitor"
+    assert cell["is_equal"], "another bit than without the monitor"
+
+
+def assert_right(records: list[Any], kind: str) -> None:
+    """Against one process without a compiler; rounding has one step of training to grow."""
+    wanted = alone(kind, "eager")["records"]
+    assert len(records) == len(wanted) == matrix.STEPS
+    for record, right in zip(records, wanted, strict=True):
+        assert len(record["layers"]) == 2
+        assert record["silent"] == {}
+        for (name, layer), (other, truth) in zip(
+            record["layers"].items(), right["layers"].items(), strict=True
+        ):
+            assert name == other
+            assert layer["note"] is None
+            assert layer["rows"] == matrix.B * matrix.T
+            for field, value in truth.items():
+                assert layer[field] == (
+                    pytest.approx(value, rel=1e-4, abs=1e-5)
+                    if isinstance(value, list | tuple | float)
+                    else value
+                ), field
+        if kind in ("sdpa", "own", "qwen3"):  # they are normed, with gains of 0.5 to 2
+            for layer in record["layers"].values():
+                assert 1.0 < min(layer["gain_max"]) <= max(layer["gain_max"]) < 2.1
+                assert max(layer["max_logit"]) <= layer["bound"] < 4.5 * math.sqrt(matrix.D)
+
+
+@pytest.mark.parametrize("way", matrix.WAYS)
+@pytest.mark.parametrize("kind", matrix.KINDS)
+def test_f33_in_one_process(kind: str, way: str) -> None:
+    cell = alone(kind, way)
+    assert_unchanged(cell)
+    assert_right(cell["records"], kind)
+    assert (cell["graphs"][1] == 0) == (way == "eager")
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=" ".join)
+def test_f20_f33_on_two_ranks(cell: tuple[str, str, str]) -> None:
+    for found in on_two_ranks():
+        assert_unchanged(found[cell])
+        assert_right(found[cell]["records"], cell[0])
+        assert (found[cell]["graphs"][1] == 0) == (cell[1] == "eager")
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "multihead", "own"])
+def test_f34_twelve_layers_compiled_one_by_one_are_one_compilation(kind: str) -> None:
+    """Of each of the two kinds of steps; twelve would be more than torch compiles."""
+    counts = [
+        matrix.train(kind, "blocks", "alone", every=every, depth=12, backend="eager")["graphs"]
+        for every in (None, 1, 2)
+    ]
+    assert counts == [1, 1, 2]
+
+
+def test_f33_in_the_default_compiler() -> None:
+    """Which fuses and reorders: the graphs are as many, the numbers are right, and the order of
+    announcing a layer and calling it is kept."""
+    found = matrix.cell("sdpa", "checkpoint", "alone", backend="inductor")
+    assert found["graphs"] == (1, 1)
+    assert_right(found["records"], "sdpa")
+    assert found["is_equal"]

@@ -1,0 +1,187 @@
+"""The gains of QK-norms that others wrote, under any name, and the bound that they imply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qknorm.monitor import LayerRecord, Monitor
+from qknorm.nn import QKNorm
+
+B, T, C, H, D = 2, 7, 16, 2, 8
+SCALE = 0.3
+
+
+class Normed(nn.Module):
+    """Projections, a pair of norms under some names, and SDPA."""
+
+    def __init__(self, names: tuple[str, str], make: Callable[[], nn.Module], *, full: bool) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(C, H * D), nn.Linear(C, H * D)
+        self.names, self.full = names, full
+        for name in names:
+            self.add_module(name, make())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q(x), self.k(x)
+        pair = [getattr(self, name) for name in self.names]
+        if self.full:
+            q, k = (f(t) for f, t in zip(pair, (q, k), strict=True))
+        q, k = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in (q, k))
+        if not self.full:
+            q, k = (f(t) for f, t in zip(pair, (q, k), strict=True))
+        return F.scaled_dot_product_attention(q, k, k, scale=SCALE)
+
+
+def record_of(model: nn.Module, **options: Any) -> LayerRecord:
+    with Monitor.attach(model, every=1) as monitor:
+        model(torch.randn(B, T, C, **options))
+        (record,) = monitor.step()
+    (layer,) = record.layers.values()
+    return layer
+
+
+def spread(*gains: Tensor) -> None:
+    """Unequal gains; one of q is negative and the largest, in the second head where there are two."""
+    with torch.no_grad():
+        for gain in gains:
+            gain.uniform_(0.5, 1.5)
+        gains[0].view(-1)[-1] = -2.5
+
+
+@pytest.mark.parametrize("names", [("q_norm", "k_norm"), ("norm_q", "norm_k"), ("query_ln", "key_ln")])
+@pytest.mark.parametrize("kind", ["rms", "layer", "plain", "full"])
+def test_f71_a_bound_whoever_wrote_the_norm(kind: str, names: tuple[str, str]) -> None:
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "rms": lambda: nn.RMSNorm(D),
+        "layer": lambda: nn.LayerNorm(D, bias=False),
+        "plain": lambda: nn.RMSNorm(D, elementwise_affine=False),
+        "full": lambda: nn.RMSNorm(H * D),
+    }
+    model = Normed(names, makers[kind], full=kind == "full")
+    q, k = (getattr(model, name).weight for name in names)
+    if kind == "plain":
+        q = k = torch.ones(D)
+    else:
+        spread(q, k)
+    found = record_of(model)
+    q, k = q.detach().double().abs(), k.detach().double().abs()
+    assert found.note is None
+    assert found.gain_max == pytest.approx((float(q.max()), float(k.max())), rel=1e-6)
+    # Of a statistic over all heads one of them may hold everything.
+    q, k = (gain.view(-1, D).amax(-1) for gain in (q, k))
+    bound = SCALE * D * len(q) * float((q * k).max())
+    assert found.bound == pytest.approx(bound, rel=1e-6)
+    assert 0 < found.top <= bound
+
+
+def test_a_bias_is_not_bounded_by_gains() -> None:
+    model = Normed(("q_norm", "k_norm"), lambda: nn.LayerNorm(D), full=False)
+    nn.init.constant_(model.q_norm.bias, 0.5)
+    found = record_of(model)
+    assert found.gain_max == pytest.approx((1.0, 1.0))
+    assert found.bound is None
+
+
+class Both(nn.Module):
+    """`QKNorm` in a layer of somebody else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(C, H * D), nn.Linear(C, H * D)
+        self.norm = QKNorm(H, H, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k))
+        q, k = self.norm(q, k)
+        return F.scaled_dot_product_attention(q, k, k, scale=SCALE)
+
+
+def test_f71_qknorm_in_a_layer_of_somebody_else() -> None:
+    model = Both()
+    spread(model.norm.q_gain, model.norm.k_gain)
+    found = record_of(model)
+    q, k = (g.detach().abs().amax(-1) for g in (model.norm.q_gain, model.norm.k_gain))
+    assert found.gain_max == (float(q.max()), float(k.max()))
+    assert found.bound == pytest.approx(SCALE * D * float((q * k).max()), rel=1e-6)
+    assert 0 < found.top <= found.bound
+
+
+class Inner(nn.Module):
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, k, scale=SCALE)
+
+
+class Outer(nn.Module):
+    """As torchtitan has it: the norms belong to the module around the one that attends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(C, H * D), nn.Linear(C, H * D)
+        self.q_norm, self.k_norm, self.inner = nn.RMSNorm(D), nn.RMSNorm(D), Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k))
+        return self.inner(self.q_norm(q), self.k_norm(k))
+
+
+def test_f64_norms_of_the_module_around() -> None:
+    model = Outer()
+    spread(model.q_norm.weight, model.k_norm.weight)
+    q, k = (norm.weight.detach().abs().max() for norm in (model.q_norm, model.k_norm))
+    found = record_of(model)
+    assert found.gain_max == pytest.approx((float(q), float(k)), rel=1e-6)
+    assert found.bound == pytest.approx(SCALE * D * float(q * k), rel=1e-6)
+
+
+class Odd(nn.RMSNorm):
+    """Does not answer to a vector of the shape of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[:3] == (B, H, T)
+        return super().forward(x)
+
+
+def test_f20_what_does_not_answer_is_not_known_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Normed(("q_norm", "k_norm"), lambda: Odd(D), full=False), torch.randn(B, T, C)
+    expected = model(x)
+    with Monitor.attach(model, every=1) as monitor:
+        assert torch.equal(model(x), expected)
+        (record,) = monitor.step()
+    (layer,) = record.layers.values()
+    assert layer.rows == B * T
+    assert layer.gain_max is layer.bound is None
+    assert "its norm does not tell its gains: AssertionError" in layer.note
+
+
+def test_f20_gains_are_those_of_the_forward_and_nothing_is_read_after_it() -> None:
+    """As a wrapper does that frees parameters: after the forward their storage is gone."""
+    model = Normed(("q_norm", "k_norm"), lambda: nn.RMSNorm(D), full=False)
+    spread(model.q_norm.weight, model.k_norm.weight)
+    largest = float(model.q_norm.weight.detach().abs().max())
+    with Monitor.attach(model, every=1) as monitor, torch.no_grad():
+        model(torch.randn(B, T, C))
+        for norm in (model.q_norm, model.k_norm):
+            norm.weight.untyped_storage().resize_(0)
+        (record,) = monitor.step()
+    assert record.layers[""].gain_max[0] == pytest.approx(largest, rel=1e-6)
+
+
+def test_gains_are_read_once_a_step_and_anew_in_the_next() -> None:
+    model = Normed(("q_norm", "k_norm"), lambda: nn.RMSNorm(D), full=False)
+    asked: list[int] = []
+    model.q_norm.register_forward_pre_hook(lambda *_: asked.append(1))
+    found = []
+    with Monitor.attach(model, every=1) as monitor, torch.no_grad():
+        for step in range(2):
+            for _ in range(3):
+                model(torch.randn(B, T, C))
+            found.append(monitor.step()[0].layers[""].gain_max[0])
+            model.q_norm.weight.fill_(3.0 + step)
+    assert found == [1.0, 3.0]
+    assert len(asked) == 6, "the hooks of the user see a question"
