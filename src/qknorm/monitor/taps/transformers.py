@@ -17,7 +17,8 @@ from qknorm.monitor.layer import ATTRIBUTE, Layer
 from qknorm.monitor.measure import as_mask_of, both
 from qknorm.monitor.taps.code import method, names
 from qknorm.monitor.taps.flash import places, shown
-from qknorm.monitor.taps.functional import RUNNING, block_mask_of, causal_mask_of
+from qknorm.monitor.taps.functional import RUNNING
+from qknorm.monitor.taps.translate import block_mask_of, causal_mask_of
 
 NAME = "transformers"
 _METHOD = "get_interface"
