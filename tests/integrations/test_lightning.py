@@ -92,6 +92,58 @@ def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
     assert [line["step"] for line in records(tmp_path)] == [0, 1, 2, 3, 4, 5]
 
 
+class TwoOptimizers(Module):
+    """Steps both by hand, the second in every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()
+        loss = self.block(batch).square().mean()
+        self.manual_backward(loss)
+        first.step()
+        if index % 2:
+            second.step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+        half = list(self.parameters())
+        return [torch.optim.SGD(part, lr=1e-2) for part in (half[:4], half[4:])]
+
+
+def test_f29_one_axis_of_steps_with_two_optimizers(tmp_path: Path) -> None:
+    """A resumed run goes on, also in another trainer, also where the first part was not watched; what
+    starts at the beginning starts at 0."""
+    options: dict[str, Any] = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 6}
+    options |= {"accumulate_grad_batches": 1, "limit_val_batches": 0}
+    watched = MonitorCallback(every=1, folder=tmp_path)
+    first = fit(tmp_path, watched, TwoOptimizers(), **options)
+    assert first.global_step == 9
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    again = options | {"max_epochs": 2, "ckpt_path": tmp_path / "one.ckpt"}
+    fit(tmp_path, MonitorCallback(every=1, folder=tmp_path), TwoOptimizers(), **again)
+    assert [line["step"] for line in records(tmp_path)] == list(range(12))
+    late = MonitorCallback(every=1, folder=tmp_path / "late")
+    plain = fit(tmp_path, None, TwoOptimizers(), **options)
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    fit(tmp_path, late, TwoOptimizers(), **again | {"ckpt_path": tmp_path / "plain.ckpt"})
+    assert len(records(tmp_path / "late")) == 6
+    fit(tmp_path, late, TwoOptimizers(), **options)  # the same callback in a new trainer
+    assert [line["step"] for line in records(tmp_path / "late")] == list(range(6))
+
+
+def test_f29_a_second_fit_of_the_same_trainer_goes_on(tmp_path: Path) -> None:
+    callback = MonitorCallback(every=1, folder=tmp_path)
+    module = Module()
+    trainer = fit(tmp_path, callback, module, max_steps=3)
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(module, batches(), batches(2))
+    assert [line["step"] for line in records(tmp_path)] == [0, 1, 2, 3, 4, 5]
+
+
 def test_an_alarm_can_stop_the_training(tmp_path: Path) -> None:
     module = Module()
     with torch.no_grad():

@@ -118,6 +118,17 @@ def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
     assert found == wanted
 
 
+def test_f29_a_second_training_is_a_new_run_with_a_file_of_its_own(tmp_path: Path) -> None:
+    """With accumulated micro-batches, of which the last step of an epoch has fewer."""
+    run = trainer(tmp_path, new_model(), max_steps=-1, num_train_epochs=1, gradient_accumulation_steps=3)
+    MonitorCallback.add_to(run, every=2)
+    for _ in range(2):
+        run.train()
+        assert run.state.global_step == 11
+        assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4, 6, 8, 10]
+    assert len(list(tmp_path.glob("attention.rank00000.jsonl*"))) == 2
+
+
 def test_an_alarm_is_a_log_line_and_can_stop_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qknorm.monitor import Alerts, LayerRecord, Monitor
-from qknorm.monitor.taps.functional import _flex
+from qknorm.monitor.taps.translate import flex
 from qknorm.ops import online_softmax
 from test_taps import CAUSAL, B, C, D, H, Plain, T, agree, dense
 
@@ -229,7 +229,7 @@ def test_f28_a_block_mask_is_evaluated_block_by_block(monkeypatch: pytest.Monkey
     layer = Flex()
     with Monitor.attach(layer, every=1) as monitor, Largest():
         watched = monitor.layers[""]
-        _flex(watched, q, q, q, block_mask=block_mask, score_mod=hides(causal))
+        flex(watched, q, q, q, block_mask=block_mask, score_mod=hides(causal))
     assert watched.trouble is None
     assert watched.buffers["train"][0, 0].isfinite()
     assert largest <= 1 << 18

@@ -24,21 +24,36 @@ class MonitorCallback(Watcher, Callback):
     The JSON lines go to the logger's folder, or else to the trainer's root.
     """
 
-    steps = 0
+    # Lightning's own count rises with every optimizer that steps; the steps of the records do not.
+    step_count = 0
+    optimizer_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs; Lightning keeps it in its checkpoints."""
+        return {"step_count": self.step_count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a checkpoint ended."""
+        self.step_count = int(state_dict["step_count"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach, after strategies have wrapped the module and a checkpoint was loaded."""
-        self.steps = trainer.global_step
-        self.begin(pl_module, trainer.log_dir or trainer.default_root_dir, self.steps)
+        self.optimizer_steps = trainer.global_step
+        if trainer.global_step == 0:
+            self.step_count = 0
+        elif self.step_count == 0:  # the run before was not watched
+            self.step_count = trainer.global_step // max(1, len(trainer.optimizers))
+        self.begin(pl_module, trainer.log_dir or trainer.default_root_dir, self.step_count)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After each batch; only those that end an optimizer step count."""
-        if self.session is None or trainer.global_step == self.steps:
+        """After each batch; only those in which an optimizer stepped count."""
+        if self.session is None or trainer.global_step == self.optimizer_steps:
             return
-        self.steps = trainer.global_step
+        self.optimizer_steps = trainer.global_step
         pl_module.log_dict(self.session.step())
+        self.step_count = self.session.monitor.step_count
         trainer.should_stop |= self.must_stop()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

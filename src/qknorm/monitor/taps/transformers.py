@@ -17,7 +17,8 @@ from qknorm.monitor.forward import ATTRIBUTE
 from qknorm.monitor.layer import Layer
 from qknorm.monitor.taps.code import method, names
 from qknorm.monitor.taps.flash import places, shown
-from qknorm.monitor.taps.functional import block_mask_of, causal_mask_of, shut
+from qknorm.monitor.taps.functional import shut
+from qknorm.monitor.taps.translate import block_mask_of, causal_mask_of
 from qknorm.monitor.view import as_mask_of, both
 
 NAME = "transformers"
