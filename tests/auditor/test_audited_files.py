@@ -152,6 +152,18 @@ class Broken(torch.nn.Linear):
     def forward(self, x):
         sys.exit(0)
 def model_leaves(): return Broken(2, 2), torch.ones(1, 2)
+class Attention(torch.nn.Module):
+    def __init__(self, limit):
+        super().__init__()
+        self.qkv, self.limit = torch.nn.Linear(8, 24), limit
+    def forward(self, x):
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        if q.abs().max() > self.limit:
+            raise RuntimeError("value guard")
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).squeeze(1)
+def none_can_be_probed(): return torch.nn.Sequential(Attention(9.0), Attention(9.0)), x
+def one_can_be_probed(): return torch.nn.Sequential(Attention(9.0), Attention(1e9)), x
+x = torch.randn(2, 5, 8)
 """
 
 
@@ -167,6 +179,20 @@ def test_f41_whatever_a_factory_does_is_one_sentence(
     code, out, _ = command("factories_f41:prints", "--json")
     assert code == 0
     assert json.loads(out)["passed"]  # what was printed is not in the answer
+
+
+def test_f40_only_if_nothing_can_be_audited_the_exit_code_is_2(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "factories_f40.py").write_text(FACTORIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, _ = command("factories_f40:one_can_be_probed")
+    assert code == 0
+    assert "not probed: 0 raised RuntimeError: value guard" in out
+    assert command("factories_f40:one_can_be_probed", "--fail-on", "info")[0] == 1
+    code, _, err = command("factories_f40:none_can_be_probed")
+    assert code == 2
+    assert "0 raised RuntimeError: value guard; 1 raised RuntimeError: value guard" in err
 
 
 # F47: expectations by the command ----------------------------------------------------------------------

@@ -437,6 +437,34 @@ def test_f54_each_attention_has_a_path_of_its_own():
     assert_sound(audit(again, tokens()), ["layers.0", "layers.0 #2"])
 
 
+def test_f53_gemma_3n():
+    transformers = pytest.importorskip("transformers", reason="needs qknorm[transformers]")
+    config = transformers.Gemma3nTextConfig(
+        hidden_size=48,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=5,
+        laurel_rank=4,
+        hidden_size_per_layer_input=8,
+        vocab_size=97,
+        vocab_size_per_layer_input=97,
+        initializer_range=0.15,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    report = audit(transformers.Gemma3nForCausalLM(config))
+    assert list(report.formulas) == [f"model.layers.{n}.self_attn" for n in range(4)]
+    # Two products in a row that mix its streams are no attention.
+    assert "4 of 4 attentions asked for their formula" in report.exercised
+    assert not report.not_probed
+    assert report.codes == {"QK003"}
+
+
 def test_f54_gemma_4_whose_last_layers_share_keys():
     transformers = pytest.importorskip("transformers", reason="needs qknorm[transformers]")
     config = transformers.Gemma4TextConfig(

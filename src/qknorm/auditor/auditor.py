@@ -18,7 +18,7 @@ from qknorm.auditor.guard import Guarded
 from qknorm.auditor.rules import RULES_OF_A_LAYER, Layer, dtype_of
 from qknorm.auditor.site import find_sites
 from qknorm.auditor.subject import Subject, audited, called
-from qknorm.auditor.trace import Trace, plainly, run
+from qknorm.auditor.trace import Attention, Trace, plainly, run
 
 
 def audit(
@@ -76,15 +76,15 @@ def _audit(
             "activations, and no call of F.scaled_dot_product_attention"
             + "".join(f"; {sentence}" for sentence in not_probed)
         )
-    real, blind, batch = subject.real(), None, 0
-    refused: dict[str, list[str]] = {}
+    real, blind, batch, found = subject.real(), None, 0, 0
+    refused: list[Attention] = []
     layers: dict[str, tuple[int, int]] = {}  # heads and their width
     findings: list[Finding] = []
     formulas: dict[str, Formula] = {}
-    for site in find_sites(trace.attentions, refused):
+    for site in find_sites(trace.attentions, refused, not_probed):
         path = site.path
         layers[path] = (site.q_heads, site.head_dim)
-        batch = batch or site.batch
+        batch, found = batch or site.batch, found + 1
         blind = probes.blind_rows(site.attention, blind)
         with Guarded(not_probed, path):
             layer = Layer(path, site, *read(site), real, is_trained, optimizer)
@@ -95,11 +95,9 @@ def _audit(
             findings.extend(check(expected, layer, not_probed))
             if layer.f.scale is None:
                 not_probed.append(f"{path}: what its logits are of q.k, so neither scale nor bound")
-    not_probed += [f"{path}: {why}" for path, reasons in refused.items() for why in reasons]
-    not_probed += unchecked(expected, formulas, {*layers, *refused})
     # A layer that could not be asked may be one whose parameters do nothing.
-    silent = [one for one in trace.attentions if one.path and one.path in refused]
-    layers = {one.path: (one.q.shape[1], one.q.shape[-1]) for one in silent} | layers
+    layers = {one.path: (one.q.shape[1], one.q.shape[-1]) for one in refused if one.path} | layers
+    not_probed += unchecked(expected, formulas, layers)
     has_rope = any(f.rope is not None for f in formulas.values())
     of_the_whole: dict[str, Callable[[], Iterable[Finding]]] = {
         "leaks": lambda: probes.find_leaks(subject, not_probed),
@@ -122,7 +120,7 @@ def _audit(
         if window >= length
     ]
     exercised = [
-        f"{len(formulas)} of {len(trace.attentions)} attentions asked for their formula",
+        f"{len(formulas)} of {found + len(refused)} attentions asked for their formula",
         f"paths: {', '.join(subject.paths)}",
         f"dtype: {dtype_of(model)}".replace("torch.", ""),
         f"batch and length: {(batch or trace.attentions[0].q.shape[0], length)}",

@@ -166,17 +166,18 @@ class Site:
         return attention
 
 
-def find_sites(attentions: list[Attention], refused: dict[str, list[str]]) -> Iterator[Site]:
-    """The sites of a run one by one, for each may hold a copy of its module; why others are none is
-    noted by path."""
+def find_sites(
+    attentions: list[Attention], refused: list[Attention], not_probed: list[str]
+) -> Iterator[Site]:
+    """The sites of a run one by one, for each may hold a copy of its module; others are refused."""
     seen: Counter[str] = Counter()
     for attention in attentions:
-        reasons: list[str] = []
-        site = None
-        with Guarded(reasons, "it"):
+        site, why = None, list[str]()
+        with Guarded(why, attention.path or "the model"):
             site = _site(attention, attentions)
         if site is None:
-            refused.setdefault(attention.path, []).extend(reasons)
+            refused += [attention] * attention.has_softmax
+            not_probed += why * attention.has_softmax
             continue
         seen[site.path] += 1
         if seen[site.path] > 1:

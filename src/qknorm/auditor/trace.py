@@ -62,6 +62,7 @@ class Attention:
         last_product: how many products with parameters came before.
         q, k, v: `[B, Hq, Tq, D]`, `[B, Hq or Hk, Tk, D]`, `[B, Hq or Hk, Tk, Dv]`, as multiplied.
         logits: `[B, Hq, Tq, Tk]` of the softmax; hidden ones far below 0. None where they were not seen.
+        has_softmax: whether one was seen; without it this may be two products in a row.
         sink: `[B, Hq, Tq]`, the logit of what else the softmax had beside the keys; None without a sink.
     """
 
@@ -71,6 +72,7 @@ class Attention:
     k: Tensor
     v: Tensor | None = None
     logits: Tensor | None = None
+    has_softmax: bool = False
     sink: Tensor | None = None
 
     @property
@@ -212,6 +214,7 @@ class Trace(TorchFunctionMode):
         score = self._scores[id(followed)]
         attention = score.attention
         if score.stage == "logits" and ("softmax" in name or name in ("exp", "exp_")):
+            attention.has_softmax = True
             _set_logits(attention, followed if score.unshifted is None else score.unshifted)
             score = _Score(attention, "weights" if "softmax" in name else "exp")
         elif score.stage == "exp" and "div" in name:
@@ -263,7 +266,7 @@ class Trace(TorchFunctionMode):
         if key.shape[-2] > 1 and not bool(key[..., -1, :].any()) and not bool(value[..., -1, :].any()):
             attention.sink = s[..., -1]
             attention.k, attention.v, s = key[..., :-1, :], value[..., :-1, :], s[..., :-1]
-        attention.logits = s
+        attention.logits, attention.has_softmax = s, True
         return attention
 
     def _done(self, attention: Attention) -> None:
@@ -285,6 +288,8 @@ class Trace(TorchFunctionMode):
                 tensors = list(tensors_of((args, tuple(kwargs.values()))))
                 if _may_hide_attention(function, tensors):
                     self.opaque[self.path] = function.name
+                for score in filter(None, map(self._scores.get, map(id, tensors))):
+                    score.attention.has_softmax = True  # for all that is known
                 self._follow("", tensors, out)
                 return out
 

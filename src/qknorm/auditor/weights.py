@@ -137,15 +137,9 @@ def _of_layer(name: str, layer: Layer) -> Iterator[Finding]:
 def _is_full(layer: Layer, side: str) -> bool:
     """Whether more than one head shares the width: q and k have norms of other widths, or one head each
     would be wider than any."""
+    own = layer.gains[side].shape[-1]
     other = layer.gains.get("k" if side == "q" else "q")
-    return gain_width(layer.gains[side]) > at.WIDEST or (
-        other is not None and gain_width(other) != gain_width(layer.gains[side])
-    )
-
-
-def gain_width(gain: Tensor) -> int:
-    """Of its last axis."""
-    return gain.shape[-1]
+    return own > at.WIDEST or (other is not None and other.shape[-1] != own)
 
 
 def tensors_of(
