@@ -27,7 +27,7 @@ MaskOf = Callable[[Tensor, Tensor], Tensor]
 SCORE_BUDGET = {"cpu": 1 << 20}
 DEVICE_SCORE_BUDGET = 1 << 24
 
-# An additive mask hides a pair by this or less: a little above the smallest that models use (-1e4), which
+# An additive mask hides a pair by this or less: somewhat above -1e4, the smallest that models use, which
 # bf16 rounds and to which a bias may be added. Its probability is 0 in any dtype.
 HIDES = -9e3
 
