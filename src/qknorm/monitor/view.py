@@ -14,9 +14,9 @@ from torch import Tensor
 
 from qknorm.ops.blocks import Span
 
-# An additive mask hides a pair by this or less: half of the smallest that models use (-1e4), so that a
-# bias on top does not uncover it. Its probability is 0 in any dtype.
-HIDES = -5e3
+# An additive mask hides a pair by this or less: a little above the smallest that models use (-1e4), which
+# bf16 rounds and to which a bias may be added. Its probability is 0 in any dtype.
+HIDES = -9e3
 # Pairs that a survey looks at at once.
 SURVEYED = 1 << 20
 
