@@ -46,7 +46,7 @@ def audit(
         ValueError: the model cannot be called so, or shows no attention.
     """
     reasons, expected = checked_reasons(suppress), parse(expect or {})
-    # Neither the caller's mode nor his choice of a faster product may change what is found.
+    # Neither the mode of the caller nor a choice of faster products may change what is found.
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -98,21 +98,18 @@ def _audit(
     # A layer that could not be asked may be one whose parameters do nothing.
     layers = {one.path: (one.q.shape[1], one.q.shape[-1]) for one in refused if one.path} | layers
     not_probed += unchecked(expected, formulas, layers)
-    has_rope = any(f.rope is not None for f in formulas.values())
     of_the_whole: dict[str, Callable[[], Iterable[Finding]]] = {
         "leaks": lambda: probes.find_leaks(subject, not_probed),
         "paths": lambda: probes.find_disagreement(subject, not_probed),
         "rows that see no key": lambda: probes.find_poison(subject, layers, blind, not_probed),
-        "positions": lambda: probes.find_shifts(subject) if has_rope else (),
+        "positions": lambda: _shifts(subject, formulas, findings),
         "what does nothing": lambda: probes.find_idle(subject, layers, not_probed),
         "qk_clip_": lambda: probes.find_useless_clip(subject),
         "context": lambda: _long_context(model, formulas),
     }
     for what, probe in of_the_whole.items():
-        known = {one.code for one in findings}
         with Guarded(not_probed, what):
-            if what != "positions" or not known & {"QK002", "QK023"}:
-                findings.extend(probe())
+            findings.extend(probe())
     length = int(trace.attentions[0].q.shape[2])
     not_probed += [
         f"a window of {window} keys: the model was called with {length} tokens"
@@ -142,6 +139,15 @@ def _plainly(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(**inputs)
 
     return plain
+
+
+def _shifts(
+    subject: Subject, formulas: Mapping[str, Formula], known: list[Finding]
+) -> Iterable[Finding]:
+    """Where there is RoPE, and what moves outputs is not known from a layer."""
+    is_known = any(one.code in ("QK002", "QK023") for one in known)
+    has_rope = any(f.rope is not None for f in formulas.values())
+    return probes.find_shifts(subject) if has_rope and not is_known else ()
 
 
 def _long_context(model: nn.Module, formulas: Mapping[str, Formula]) -> list[Finding]:

@@ -55,7 +55,12 @@ def audit_weights(
     for file in files:
         with reading(file):
             for name, shape, read in tensors_of(file, parts=len(files)):
-                _note(layers, name, shape, read)
+                if m := re.match(FUSED, name):
+                    layers.setdefault(m["layer"], Layer()).rows |= {"q": 0, "k": 0}
+                elif found := _match(NORM, name):
+                    layers.setdefault(found[0]["layer"], Layer()).gains[found[1]] = read().float()
+                elif found := _match(PROJECTION, name):
+                    layers.setdefault(found[0]["layer"], Layer()).rows[found[1]] = shape[0]
     layers = {name: layer for name, layer in layers.items() if layer.rows or layer.gains}
     if not layers:
         raise TargetError(f"{path} has no tensor that is called like a projection or norm of q or k")
@@ -72,24 +77,18 @@ def audit_weights(
     ).suppressing(reasons)
 
 
-def _note(
-    layers: dict[str, Layer], name: str, shape: tuple[int, ...], read: Callable[[], Tensor]
-) -> None:
-    if m := re.match(FUSED, name):
-        layers.setdefault(m["layer"], Layer()).rows |= {"q": 0, "k": 0}
+def _match(pattern: str, name: str) -> tuple[re.Match[str], str] | None:
+    """The match, and the side for which it is one."""
     for side, word in SIDES.items():
-        if m := re.match(NORM.format(side=word), name):
-            layers.setdefault(m["layer"], Layer()).gains[side] = read().float()
-        elif m := re.match(PROJECTION.format(side=word), name):
-            layers.setdefault(m["layer"], Layer()).rows[side] = shape[0]
+        if m := re.match(pattern.format(side=word), name):
+            return m, side
+    return None
 
 
 def norm_of(name: str) -> tuple[str, str] | None:
     """Layer and side of the norm whose gain is called so."""
-    for side, word in SIDES.items():
-        if m := re.match(NORM.format(side=word), name):
-            return m["number"], side
-    return None
+    found = _match(NORM, name)
+    return None if found is None else (found[0]["number"], found[1])
 
 
 def files_of(path: Path) -> list[Path]:
