@@ -14,8 +14,8 @@ from torch import Tensor
 
 from qknorm.ops.blocks import Span
 
-# An additive mask hides a pair by this or less: a little above the smallest that models use (-1e4), which
-# bf16 rounds and to which a bias may be added. Its probability is 0 in any dtype.
+# An additive mask hides a pair by this or less: a little above the smallest that models use (-1e4),
+# which bf16 rounds and to which a bias may be added. Its probability is 0 in any dtype.
 HIDES = -9e3
 # Pairs that a survey looks at at once.
 SURVEYED = 1 << 20
