@@ -40,7 +40,7 @@ class Case:
     tokens: int
     attention: str  # "qknorm", or "sdpa": the same model on torch's own attention
     every: int
-    rows: int | None = None
+    sample: int | None = None
     target: float | None = None  # of the ratio
 
 
@@ -48,10 +48,13 @@ CASES = (
     Case(name="demo", batch=16, tokens=128, attention="qknorm", every=10, target=1.02),
     Case(name="demo", batch=16, tokens=128, attention="qknorm", every=1, target=1.05),
     Case(name="demo", batch=16, tokens=128, attention="sdpa", every=10, target=1.02),
+    Case(name="demo", batch=16, tokens=128, attention="sdpa", every=1),
     Case(name="T=2048", batch=1, tokens=2048, attention="qknorm", every=10, target=1.02),
     Case(name="T=2048", batch=1, tokens=2048, attention="qknorm", every=1, target=1.05),
     Case(name="T=2048", batch=1, tokens=2048, attention="sdpa", every=10, target=1.02),
     Case(name="T=2048", batch=1, tokens=2048, attention="sdpa", every=10, sample=128, target=1.02),
+    Case(name="T=2048", batch=1, tokens=2048, attention="sdpa", every=1),
+    Case(name="T=2048", batch=1, tokens=2048, attention="sdpa", every=1, sample=128),
 )
 
 
@@ -137,14 +140,14 @@ def main() -> None:
         return
     for row in rows:
         what = f"{row['name']:7} {row['attention']:7} every {row['every']:<3}"
-        what += "" if row["sample"] is None else f"{row['sample']} rows "
+        what += "" if row["sample"] is None else f"{row['sample']} queries "
         if "wrong" in row:
             print(f"{what} no ratio: {row['wrong']}")
             continue
         low, high = row["quartiles"]
         print(
             f"{what} {row['plain_ms']:.1f} -> {row['watched_ms']:.1f} ms a step, "
-            f"ratio {row['ratio']:.3f} ({low:.3f} to {high:.3f}), target {row['target']}"
+            f"ratio {row['ratio']:.3f} ({low:.3f} to {high:.3f}), target {row['target'] or 'none'}"
         )
 
 
