@@ -169,6 +169,27 @@ def test_f41_whatever_a_factory_does_is_one_sentence(
     assert json.loads(out)["passed"]  # what was printed is not in the answer
 
 
+# F47: expectations by the command ----------------------------------------------------------------------
+
+
+def test_f47_expectations_by_the_command(checkpoint: Path, tmp_path: Path, command: Command) -> None:
+    right = ["--expect", "causal", "--expect", "norm=head", "--expect", "*.0.*:eps=3e-5"]
+    code, out, _ = command(checkpoint, *right)
+    assert code == 0, out
+    assert "not probed" not in out
+    code, out, _ = command(checkpoint, *right, "--expect", "model.layers.1.*:sink=logit")
+    assert code == 1
+    assert "QK024 error  sink is expected to be logit and is none (model.layers.1.self_attn)" in out
+    declared = command(checkpoint, "--expect", "order=after_rope", "--suppress", "QK024=known")
+    assert declared[0] == 0
+    for wrong in ("colour=red", "window=wide", "causal=maybe"):
+        assert_refused(command(checkpoint, "--expect", wrong), wrong.partition("=")[0])
+    file = write(tmp_path / "w.safetensors", tensors())
+    code, out, _ = command(file, "--expect", "causal")
+    assert code == 0
+    assert "not probed: expected causal=yes: a file of weights computes nothing" in out
+
+
 # F42: parts of a model ---------------------------------------------------------------------------------
 
 

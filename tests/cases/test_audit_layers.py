@@ -21,6 +21,7 @@ from audited import (
     normed,
     only,
     rms,
+    sdpa,
     tokens,
     uneven,
 )
@@ -90,6 +91,22 @@ def test_f40_a_rule_that_raises_costs_only_what_it_would_have_found(monkeypatch)
     assert report.not_probed == ["layers.0, of eps raised KeyError: 'eps'"]
     assert report.codes == {"QK003"}
     assert formula_of(report).eps == pytest.approx(1e-6, rel=0.05)
+
+
+def test_f40_an_attention_that_cannot_be_followed_is_listed(monkeypatch):
+    from qknorm.auditor.trace import Trace
+
+    own = Trace._sdpa
+
+    def not_in_the_first(self, *args, **kwargs):
+        if self.path == "layers.0":
+            raise NotImplementedError("such a mask")
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trace, "_sdpa", not_in_the_first)
+    report = audit(model_of(normed, layers=2, attends={"own": sdpa}), tokens())
+    assert list(report.formulas) == ["layers.1"]
+    assert report.not_probed == ["layers.0 raised NotImplementedError: such a mask"]
 
 
 class Particular(Model):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 
 import pytest
+import torch
+from torch import nn
 
 from made import layer, record
+from qknorm.monitor import Monitor, Record, log_line
 from qknorm.monitor.alerts import ADVICE, Alert, Alerts
 from qknorm.monitor.forecast import fit
 
@@ -142,3 +146,56 @@ def test_replayed_records_are_not_told_again() -> None:
     alerts = Alerts(to=[sent.append])
     alerts.replay(records[:3])
     assert alerts(records[3]) == sent == []
+
+
+class Broken:
+    """A destination that fails the first `times` times."""
+
+    def __init__(self, times: float = math.inf) -> None:
+        self.times, self.heard = times, list[Alert]()
+
+    def __call__(self, alert: Alert) -> None:
+        self.times -= 1
+        if self.times >= 0:
+            raise OSError("no route to host\nand a second line")
+        self.heard.append(alert)
+
+
+def test_f23_a_destination_that_fails_silences_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[Alert] = []
+    saturating = record(0, {"a": layer([60.0, 61.0], ratio=[0.1, 0.1])})
+    alerts = Alerts(to=[Broken(), heard.append, log_line])
+    with caplog.at_level(logging.INFO, logger="qknorm"):
+        assert alerts(saturating) == heard
+    assert "QM010" in {alert.code for alert in heard}
+    assert sum("QM010" in one.message for one in caplog.records) == 1
+    said = [one.message for one in caplog.records if "Broken" in one.message]
+    assert said == [
+        "Broken failed at step 0, and is called again without a further word: OSError: no route to host"
+    ]
+    assert max(len(one.message) for one in caplog.records) < 500
+    assert not any(one.exc_info for one in caplog.records)
+
+
+def test_f23_an_alert_is_given_when_it_was_sent() -> None:
+    """Who failed gets it again with the next record, in its present form, as long as it holds."""
+    broken, heard = Broken(times=3), list[Alert]()
+    alerts = Alerts(to=[broken, heard.append])
+    for step, top in enumerate((60.0, 61.0, 62.0, 10.0)):  # QM001, and QM003 in the first record
+        alerts(record(step, {"a": layer([top], ratio=[0.01 if step == 0 else 0.9])}))
+    assert [(a.code, a.step) for a in heard] == [("QM010", 0), ("QM001", 0), ("QM003", 0)]
+    assert [(a.code, a.step) for a in broken.heard] == [("QM001", 1)]
+    assert broken.heard[0].evidence == {"max_logit": 61.0}
+
+
+def test_f23_the_same_for_records(caplog: pytest.LogCaptureFixture) -> None:
+    """Once per destination, in one line, however many records there are."""
+    seen: list[Record] = []
+    others = [Broken(), Broken()]
+    module = nn.MultiheadAttention(8, 2)
+    with Monitor.attach(module, every=1, to=[*others, Alerts(to=others), seen.append]) as monitor:
+        for _ in range(4):
+            module(*[torch.randn(5, 1, 8)] * 3)
+            monitor.step()
+    assert len(seen) == 4
+    assert [one.message.split()[0] for one in caplog.records] == ["Broken", "Broken"]

@@ -81,36 +81,101 @@ def test_data_parallel_is_refused() -> None:
 # Failures -----------------------------------------------------------------------------------------
 
 
-class Fails(nn.Module):
-    """Attention of a kind that no tap understands: jagged, flat, or of odd broadcasting."""
+class Odd(nn.Module):
+    """Attention of whatever it is given."""
 
-    def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, k)
+    def forward(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, k, **options)
 
 
-@pytest.mark.parametrize(
-    "shapes", [((5, 8), (5, 8)), ((1, 2, 4, 4), (3, 2, 4, 4))], ids=["two axes", "broadcast"]
-)
+class Mine(Tensor):
+    """A mask of a type that nobody knows."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_call_that_is_not_understood_costs_the_record_and_not_the_training(
-    shapes: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+    fails: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = nn.ModuleDict({"odd": Fails(), "plain": Plain()})
-    q, k = (torch.randn(shape) for shape in shapes)
-    expected = module["odd"](q, k)
+    """Its layer is named with the reason, and only the call that cannot be measured is left out."""
+    module = nn.ModuleDict({"odd": Odd(), "plain": Plain()})
+    q, mask = torch.randn(B, H, T, D), torch.zeros(T, T).as_subclass(Mine)
+    options = {} if fails else {"attn_mask": mask}
+    expected = module["odd"](q, q, **options)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("something broke")
+
     with Monitor.attach(module, every=1) as monitor:
-        for _ in range(3):
-            assert torch.equal(module["odd"](q, k), expected)
+        layer = monitor.layers["odd"]
+        for _ in range(2):
+            with monkeypatch.context() as broken:
+                if fails:
+                    broken.setattr(layer, "measure", fail)
+                assert torch.equal(module["odd"](q, q, **options), expected)
             module["plain"](torch.randn(B, T, C))
             (found,) = monitor.step()
             assert list(found.layers) == ["plain"]
-            assert found.silent["odd"]
-        plain = torch.randn(1, 2, 4, 4)
-        module["odd"](plain, plain)
-        module["odd"](q, k)
-        layer = monitor.step()[0].layers["odd"]
-        assert layer.rows == 4, "only the call that cannot be measured is left out"
-        assert layer.note
+            assert ("something broke" if fails else "a mask of type Mine") in found.silent["odd"]
+        module["odd"](q, q)
+        with monkeypatch.context() as broken:
+            if fails:
+                broken.setattr(layer, "measure", fail)
+            module["odd"](q, q, **options)
+        record = monitor.step()[0].layers["odd"]
+        assert record.rows == B * T
+        assert record.note
     assert sum("odd: something was not measured" in r.message for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("shapes", "four"),
+    [(((T, D), (T, D)), (1, 1)), (((1, H, T, D), (B, H, T, D)), (B, H))],
+    ids=["two axes", "one query for a batch of keys"],
+)
+def test_a_call_of_odd_shape_is_measured(shapes: tuple[Any, Any], four: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    module, (q, k) = Odd(), (torch.randn(shape) for shape in shapes)
+    with Monitor.attach(module, every=1) as monitor:
+        module(q, k)
+        found = monitor.step()[0].layers[""]
+    q, k = (x.expand(*four, T, D) for x in (q, k))
+    agree(found, dense(q, k, torch.ones_like(CAUSAL)))
+
+
+def test_f30_nested_sequences_are_measured_each_by_itself_and_dense_calls_after_them() -> None:
+    torch.manual_seed(0)
+    lengths = (T, 5, 12)
+    parts = [torch.randn(n, H, D) for n in lengths]
+    dense_parts = [part.transpose(0, 1)[None] for part in parts]
+    x = torch.randn(B, H, T, D)
+    for layout in (torch.jagged, torch.strided):  # torch serves no causal ones on a CPU
+        module = Odd()
+        q = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+        q = q.contiguous() if layout == torch.strided else q
+        before = module(q, q)
+        with Monitor.attach(module, every=1) as monitor:
+            assert all(map(torch.equal, before.unbind(), module(q, q).unbind()))
+            nested = monitor.step()[0].layers[""]
+            for part in dense_parts:
+                module(part, part)
+            one_by_one = monitor.step()[0].layers[""]
+            module(x, x, is_causal=True)
+            agree(monitor.step()[0].layers[""], dense(x, x, CAUSAL))
+        assert nested == one_by_one
+        assert nested.rows == sum(lengths)
+
+
+def test_f30_nested_input_of_multihead_attention() -> None:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(C, H, batch_first=True).eval()
+    parts = [torch.randn(n, C) for n in (T, 5)]
+    x = torch.nested.nested_tensor(parts)
+    with torch.no_grad(), Monitor.attach(module, every=1) as monitor:
+        module(x, x, x, need_weights=False)
+        nested = monitor.step()[0].layers[""]
+        for part in parts:
+            module(part, part, part, need_weights=False)
+        assert monitor.step()[0].layers[""] == nested
 
 
 def test_a_function_on_a_class_stays_one() -> None:
@@ -241,7 +306,7 @@ def test_causal_biases_of_torch(make: Any) -> None:
 
 
 def test_calls_of_another_number_of_heads_are_named_and_do_not_mix() -> None:
-    module = Fails()
+    module = Odd()
     many, one = torch.randn(B, H, T, D), torch.randn(B, 1, T, D)
     with Monitor.attach(module, every=1) as monitor:
         module(many, many)

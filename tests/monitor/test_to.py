@@ -14,7 +14,6 @@ from qknorm.monitor import Record
 from qknorm.monitor.alerts import Alerts
 from qknorm.monitor.scalars import heatmap, scalars, worst_heads
 from qknorm.monitor.to.jsonl import JsonLines, rank_path, read_lines, to_record
-from qknorm.monitor.to.trackers import Gauges, Mlflow, TensorBoard, Wandb
 
 ODD = record(
     3,
@@ -120,55 +119,3 @@ def test_nan_is_never_hidden() -> None:
     assert math.isnan(found["attention/max_logit"])
     assert math.isnan(found["attention/max_logit_p50"])
     assert math.isnan(worst_heads(ODD)[0].max_logit)
-
-
-class Fake:
-    """Keeps what it is called with."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
-
-
-def test_trackers_get_records_and_alerts() -> None:
-    loud = record(5, {"a": layer([60.0])})
-    (alert,) = Alerts()(loud)
-    for make, wanted in (
-        (TensorBoard, ["add_scalar", "add_image", "add_text"]),
-        (Wandb, ["define_metric", "log", "alert"]),
-        (Mlflow, ["log_metrics", "set_tag"]),
-    ):
-        fake = Fake()
-        send = make(fake)
-        send(loud)
-        send(alert)
-        assert list(dict.fromkeys(name for name, _, _ in fake.calls)) == wanted
-    fake = Fake()
-    Wandb(fake, image=lambda pixels: ("image", pixels.shape))(loud)
-    Wandb(fake)(alert)
-    logged = next(values for name, (values, *_), _ in fake.calls if name == "log")
-    assert logged["attention/step"] == 5
-    assert logged["attention/entropy_ratio"] == ("image", (1, 1))
-    assert fake.calls[-1][2]["level"] == "WARN"
-    fake = Fake()
-    Mlflow(fake)(ODD)
-    assert all(math.isfinite(v) for v in fake.calls[0][1][0].values())
-    gauges: dict[str, Fake] = {}
-    made: list[str] = []
-    send = Gauges(lambda name: made.append(name) or gauges.setdefault(name, Fake()))
-    send(loud)
-    send(loud)
-    assert len(set(made)) == len(made)  # Prometheus refuses a second gauge of the same name
-    assert gauges["qknorm_attention_max_logit"].calls == [("set", (60.0,), {})] * 2
-
-
-def test_tensorboard_for_real(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="needs qknorm[tensorboard]")
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(tmp_path))
-    TensorBoard(writer)(big())
-    writer.close()
-    assert any(path.stat().st_size > 500 for path in tmp_path.iterdir())

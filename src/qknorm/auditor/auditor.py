@@ -68,9 +68,8 @@ def _audit(
     called(model, lambda: run(trace, subject.paths[default], (), subject.inputs))
     if trace.replaced - {"reference"} or any(map(_is_compiled, model.modules())):
         subject.paths["plain"] = _plainly(subject.paths[default])
-    not_probed = [
-        f"{path}: {name} does not show what it computes" for path, name in trace.opaque.items()
-    ]
+    hidden = [f"{path}: {name} does not show what it does" for path, name in trace.opaque.items()]
+    not_probed = [*trace.failed, *hidden]
     if not trace.attentions:
         raise ValueError(
             f"{type(model).__name__} showed no attention: no softmax over a product of two "
@@ -88,23 +87,13 @@ def _audit(
         batch = batch or site.batch
         blind = probes.blind_rows(site.attention, blind)
         with Guarded(not_probed, path):
-            f, sides, scores = read(site)
-            formulas[path] = f
-            layer = Layer(
-                path=path,
-                site=site,
-                f=f,
-                sides=sides,
-                scores=scores,
-                real=real,
-                is_trained=is_trained,
-                optimizer=optimizer,
-            )
+            layer = Layer(path, site, *read(site), real, is_trained, optimizer)
+            formulas[path] = layer.f
             for rule in RULES_OF_A_LAYER:
                 with Guarded(not_probed, f"{path}, {rule.__name__.replace('_', ' ')}"):
                     findings.extend(rule(layer))
             findings.extend(check(expected, layer, not_probed))
-            if f.scale is None:
+            if layer.f.scale is None:
                 not_probed.append(f"{path}: what its logits are of q.k, so neither scale nor bound")
     not_probed += [f"{path}: {why}" for path, reasons in refused.items() for why in reasons]
     not_probed += unchecked(expected, formulas, {*layers, *refused})

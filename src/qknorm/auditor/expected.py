@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from qknorm.auditor import thresholds as at
 from qknorm.auditor.findings import Finding, finding
 from qknorm.auditor.formula import order_with_uneven_gains
 from qknorm.auditor.guard import Guarded, NotUnderstoodError
@@ -23,7 +24,6 @@ KEYS: dict[str, type | tuple[str, ...]] = {
     "sink": ("none", "off_by_one", "logit", "token"),
 }
 Value = bool | int | float | str | None
-CLOSE = {"eps": 0.05, "scale": 0.01}  # as far as they can be measured
 WORDS = {"yes": True, "true": True, "no": False, "false": False}
 
 
@@ -123,16 +123,17 @@ def _found(one: Expected, layer: Layer) -> list[Value]:
     if one.key == "scale" and f.scale is None:
         raise NotUnderstoodError("what its logits are of q.k was not understood")
     if one.key == "norm":
-        return [side.statistic or "none" for side in layer.sides.values()]
+        return [side.fit.key[1] or "none" for side in layer.sides.values()]
     if one.key == "eps":
         return [side.eps for side in sides.values()] or [None]
     return [f.scale] if one.key == "scale" else [f.sink or "none"]
 
 
 def _is_same(one: Expected, found: Value) -> bool:
-    if one.key in CLOSE and found is not None and one.value is not None:
-        return math.isclose(float(found), float(one.value), rel_tol=CLOSE[one.key])
-    return found == one.value
+    if KEYS[one.key] is not float or found is None:
+        return found == one.value
+    close = at.EPS_AS_EXPECTED if one.key == "eps" else at.AS_EXPECTED
+    return math.isclose(float(found), float(one.value or 0.0), rel_tol=close)
 
 
 def _word(value: Value) -> str:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from qknorm.auditor import thresholds as at
 from qknorm.auditor.draws import drawn
 from qknorm.auditor.eps import read_eps, share_of_eps
-from qknorm.auditor.fit import fit
-from qknorm.auditor.gain import gain_parameters, length_or_mean, read_gain
+from qknorm.auditor.fit import Fit, fit
+from qknorm.auditor.gain import Gain, gain_parameters, length_or_mean, read_gain
 from qknorm.auditor.rope import read_order, read_rope
 from qknorm.auditor.scores import Scores, read_scores
 from qknorm.auditor.site import Site
@@ -27,30 +27,19 @@ class Side:
 
     Attributes:
         norm: None, "rms", "layer", or "l2", whose root mean square is 1 / sqrt(D).
-        statistic: as in `Formula`.
-        residual: relative, of the best fit in fp32.
-        matrices: A of the first CONSECUTIVE tokens and of the last, `[tokens, H, D, D]`.
-        gain: effective, `[H, D]`; None without a norm.
-        gain_kind: None, "head", "shared", "full" or "scalar".
-        gain_parameters: on which q or k depends.
-        factor: by which q or k is multiplied beside norm and gain, such as an amplitude of RoPE.
+        fit: the norm without what follows it, and A.
+        gain: that follows the norm, with the factor beside it.
+        parameters: beside the projections, on which q or k depends.
         eps, eps_place: of the norm; eps_share: of the sum under the root, for the inputs of the audit.
-        limit: at which its entries, or the raw ones ("raw_limit"), are clamped.
     """
 
     norm: str | None
-    statistic: str | None
-    residual: float
-    matrices: Tensor
-    gain: Tensor | None
-    gain_kind: str | None
-    gain_parameters: Iterable[nn.Parameter]
-    factor: float
-    eps: float | None
-    eps_place: str | None
-    eps_share: float
-    limit: float | None
-    raw_limit: float | None
+    fit: Fit
+    gain: Gain
+    parameters: Iterable[nn.Parameter]
+    eps: float | None = None
+    eps_place: str | None = None
+    eps_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +89,7 @@ class Formula:
 def read_side(site: Site, name: str) -> Side:
     """Read q or k back. Raises NotUnderstoodError if no norm in question explains it."""
     found = fit(site, name)
-    norm, statistic = found.key
+    norm = found.key[0]
     parameters = gain_parameters(site, name)
     eps, place, share = None, None, 0.0
     if norm is not None:
@@ -113,24 +102,18 @@ def read_side(site: Site, name: str) -> Side:
         norm, gain = length_or_mean(gain, place, is_bare=not parameters)
     return Side(
         norm=norm,
-        statistic=statistic,
-        residual=found.residual,
-        matrices=found.matrices,
-        gain=gain.values,
-        gain_kind=gain.kind,
-        gain_parameters=parameters.keys(),
-        factor=gain.factor,
+        fit=found,
+        gain=gain,
+        parameters=parameters,
         eps=eps,
         eps_place=place,
         eps_share=share,
-        limit=found.limit,
-        raw_limit=found.raw_limit,
     )
 
 
 def order_with_uneven_gains(site: Site, sides: dict[str, Side], rope: str | None) -> str | None:
     """The order where equal gains hide it: the gains are others for the while."""
-    parameters = {p for side in sides.values() for p in side.gain_parameters}
+    parameters = {p for side in sides.values() for p in side.parameters}
     before = {p: p.detach().clone() for p in parameters}
     with torch.no_grad():
         try:
@@ -140,7 +123,7 @@ def order_with_uneven_gains(site: Site, sides: dict[str, Side], rope: str | None
         finally:
             for p, value in before.items():
                 p.copy_(value)
-    return read_order([(found.matrices, found.residual) for found in fits], rope)
+    return read_order(fits, rope)
 
 
 def read(site: Site) -> tuple[Formula, dict[str, Side], Scores]:
@@ -152,23 +135,23 @@ def read(site: Site) -> tuple[Formula, dict[str, Side], Scores]:
     q, k = sides["q"], sides["k"]
     scores = read_scores(site, normed=q.norm is not None and k.norm is not None)
     normed = q if q.norm is not None else k
-    rope, width = read_rope(q.matrices)
-    pairs = [(side.matrices, side.residual) for side in (q, k) if side.norm is not None]
+    rope, width = read_rope(q.fit.matrices)
+    fits = [side.fit for side in (q, k) if side.norm is not None]
     formula = Formula(
         q_norm=q.norm,
         k_norm=k.norm,
-        statistic=normed.statistic,
-        gain=q.gain_kind,
-        k_gain=k.gain_kind,
-        q_gain_values=q.gain,
-        k_gain_values=k.gain,
+        statistic=normed.fit.key[1],
+        gain=q.gain.kind,
+        k_gain=k.gain.kind,
+        q_gain_values=q.gain.values,
+        k_gain_values=k.gain.values,
         eps=normed.eps,
         eps_place=normed.eps_place,
-        order=read_order(pairs, rope),
+        order=read_order(fits, rope),
         rope=rope,
         rotary_width=width,
         v_norm=_is_v_normed(site),
-        scale=None if scores.scale is None else scores.scale * q.factor * k.factor,
+        scale=None if scores.scale is None else scores.scale * q.gain.factor * k.gain.factor,
         softcap=scores.softcap,
         window=scores.window,
         sink=scores.sink,

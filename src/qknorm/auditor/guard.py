@@ -27,10 +27,14 @@ class Guarded:
         return isinstance(error, Exception | SystemExit)
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an error says."""
+    return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), "")
+
+
 def in_one_line(error: BaseException) -> str:
-    """What an error says, without what follows on further lines."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {said[:200]}" if said else type(error).__name__
+    """Its type and what it says."""
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
 
 
 class TargetError(ValueError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +41,14 @@ def apart(found: Tensor, base: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def _leaks(subject: Subject, not_probed: list[str]) -> Iterator[tuple[str, str, float]]:
-    """Which outputs move when a token that they must not see is another one: path, what leaks, how far
-    outputs move relative to their size."""
+def find_leaks(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
+    """Outputs that move when a token that they must not see is another one: QK014 on the path that the
+    model takes by itself, QK019 on another that leaks what it does not."""
     if subject.tokens is None or len(subject.inputs[subject.tokens].unique()) < 2:
         not_probed.append("leaks: the model takes no tokens")
         return
     shape, real = subject.inputs[subject.tokens].shape, subject.real()
+    default, own = next(iter(subject.paths)), set()
     for path in subject.paths:
         if path == "decode":
             continue  # a decoded token has no later ones
@@ -59,8 +59,16 @@ def _leaks(subject: Subject, not_probed: list[str]) -> Iterator[tuple[str, str, 
             if not bool((base if real is None else base[real.to(base.device)]).isfinite().all()):
                 not_probed.append(f"leaks of {path}: its outputs are not finite")
             for what, size in _leaks_of(subject, path, base):
-                if size > at.MOVED:
-                    yield path, what, size
+                if size <= at.MOVED:
+                    continue
+                is_finite = size < torch.inf
+                how = f"moves outputs by {size:.1e} of their size" if is_finite else "makes outputs NaN"
+                evidence: dict[str, float] = {"moved": size} if is_finite else {}
+                if path == default:
+                    own.add(what)
+                    yield finding("QK014", None, f"{what} {how}", **evidence)
+                elif what not in own:
+                    yield finding("QK019", None, f"under {path}, {what} {how}", **evidence, path=path)
 
 
 def _leaks_of(s: Subject, path: str, base: Tensor) -> Iterator[tuple[str, float]]:
@@ -90,21 +98,6 @@ def _leaks_of(s: Subject, path: str, base: Tensor) -> Iterator[tuple[str, float]
     if not bool(real.all()):
         changed = torch.where(real.to(tokens.device), tokens, other)
         yield "padding", float(moved(changed, real).max())
-
-
-def find_leaks(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
-    """QK014 on the path that the model takes by itself, QK019 on another that leaks what it does not."""
-    found = list(_leaks(subject, not_probed))
-    default = next(iter(subject.paths))
-    own = {what for path, what, _ in found if path == default}
-    for path, what, size in found:
-        is_finite = size < torch.inf
-        how = f"moves outputs by {size:.1e} of their size" if is_finite else "makes outputs NaN"
-        evidence = {"moved": size} if is_finite else {}
-        if path == default:
-            yield finding("QK014", None, f"{what} {how}", **evidence)
-        elif what not in own:
-            yield finding("QK019", None, f"under {path}, {what} {how}", **evidence, path=path)
 
 
 def find_disagreement(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
@@ -155,28 +148,25 @@ def _of_attention(subject: Subject, layers: Iterable[str]) -> dict[nn.Parameter,
     return found
 
 
-@dataclass(frozen=True)
-class _Slope:
-    """Of a gradient, whether it is there and not 0, and whether it is finite."""
-
-    moves: bool = False
-    is_finite: bool = True
-
-
 def _slopes(
-    subject: Subject, parameters: Iterable[nn.Parameter], path: str, rows: Tensor | None
-) -> dict[nn.Parameter, _Slope]:
-    """Of a random sum of the outputs of the last token, or of chosen rows `[B, T]`. Each gradient is
-    looked at and dropped: together they are as large as the attentions of the model. The graph holds
-    what these parameters need and no more."""
-    found = dict.fromkeys(parameters, _Slope())
+    subject: Subject, parameters: Iterable[nn.Parameter], path: str, rows: Tensor | None = None
+) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """Parameters whose gradient is 0, and those whose gradient is not finite, of a random sum of the
+    outputs of the last token, or of chosen rows `[B, T]`. Each gradient is looked at and dropped:
+    together they are as large as the attentions of the model. The graph holds what these parameters need
+    and no more."""
+    found = list(parameters)
+    idle, spoilt = set(found), set()
     own = {p: p.grad for p in found}
-    others = [p for p in subject.model.parameters() if p.requires_grad and p not in found]
+    others = [p for p in subject.model.parameters() if p.requires_grad and p not in idle]
 
     def look(p: Tensor) -> None:
         assert isinstance(p, nn.Parameter)
         assert p.grad is not None
-        found[p] = _Slope(bool(p.grad.any()), bool(p.grad.isfinite().all()))
+        if bool(p.grad.any()):
+            idle.discard(p)
+        if not bool(p.grad.isfinite().all()):
+            spoilt.add(p)
         p.grad = None
 
     handles = [p.register_post_accumulate_grad_hook(look) for p in found]
@@ -192,7 +182,7 @@ def _slopes(
             elif x.dim() == 3:
                 x = x[:, -1]
             if x.requires_grad:
-                torch.autograd.backward((x * drawn(x.shape, 2).to(x)).sum(), inputs=list(found))
+                torch.autograd.backward((x * drawn(x.shape, 2).to(x)).sum(), inputs=found)
     finally:
         for handle in handles:
             handle.remove()
@@ -200,7 +190,7 @@ def _slopes(
             p.requires_grad_(True)
         for p, grad in own.items():
             p.grad = grad
-    return found
+    return idle, spoilt
 
 
 @contextmanager
@@ -249,12 +239,11 @@ def find_poison(
             if not bool(base[rows.to(base.device)].isfinite().all()):
                 yield finding("QK014", None, f"{what} outputs of others NaN", path=path)
                 continue
-            slopes = _slopes(subject, parameters, path, rows) if parameters else {}
-            spoilt = next((p for p, slope in slopes.items() if not slope.is_finite), None)
-            if spoilt is not None:
-                name = names[spoilt]
+            spoilt = _slopes(subject, parameters, path, rows)[1] if parameters else set()
+            for parameter in [p for p in parameters if p in spoilt][:1]:
+                name = names[parameter]
                 text = f"{what} the gradient of {name} NaN, though others alone are in the loss"
-                yield finding("QK014", parameters[spoilt], text, parameter=name, path=path)
+                yield finding("QK014", parameters[parameter], text, parameter=name, path=path)
 
 
 def find_idle(
@@ -271,14 +260,13 @@ def find_idle(
     decoding = [p for p, layer in parameters.items() if layer in list(layers)[-1:]]
     said: set[tuple[str, str]] = set()
     for path in subject.paths if parameters else ():
-        idle: dict[nn.Parameter, _Slope] = {}
+        idle: set[nn.Parameter] = set()
         with Guarded(not_probed, f"gradients through {path}"):
-            slopes = _slopes(subject, decoding if path == "decode" else parameters, path, None)
-            idle = {p: slope for p, slope in slopes.items() if not slope.moves}
-            if idle:
-                with _awake(subject.model, idle):
-                    idle = _slopes(subject, idle, path, None)
-        for parameter in (p for p, slope in idle.items() if not slope.moves):
+            asleep, _ = _slopes(subject, decoding if path == "decode" else parameters, path)
+            if asleep:
+                with _awake(subject.model, asleep):
+                    idle, _ = _slopes(subject, asleep, path)
+        for parameter in (p for p in parameters if p in idle):
             layer = parameters[parameter]
             heads, width = layers[layer]
             is_sink = parameter.numel() == heads and heads != width

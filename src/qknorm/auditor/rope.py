@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qknorm.auditor import thresholds as at
+from qknorm.auditor.fit import Fit
 
 
 def read_rope(matrices: Tensor) -> tuple[str | None, int]:
@@ -34,20 +35,19 @@ def read_rope(matrices: Tensor) -> tuple[str | None, int]:
     return "half", 2 * distance if count > distance else count
 
 
-def read_order(sides: Iterable[tuple[Tensor, float]], rope: str | None) -> str | None:
-    """Of gain and rotation: which of the two factorings of A leaves a rotation. Of each normed side, A
-    `[T, H, D, D]` and the residual that it was found with."""
+def read_order(fits: Iterable[Fit], rope: str | None) -> str | None:
+    """Of gain and rotation on the normed sides: which of the two factorings of A leaves a rotation."""
     verdicts = set()
-    for matrices, residual in sides if rope is not None else ():
-        A = matrices[1:]
-        g = torch.diagonal(matrices[0], dim1=-2, dim2=-1)  # [H, D]
+    for fit in fits if rope is not None else ():
+        A = fit.matrices[1:]
+        g = torch.diagonal(fit.matrices[0], dim1=-2, dim2=-1)  # [H, D]
         if bool((g.abs() < 1e-6).any()):
             continue
         error = {
             "before": not_orthogonal(A / g[None, :, None, :]),
             "after": not_orthogonal(A / g[None, :, :, None]),
         }
-        if max(error.values()) < max(at.ORDER, 20 * residual):
+        if max(error.values()) < max(at.ORDER, 20 * fit.residual):
             verdicts.add("not identifiable")
         else:
             verdicts.add(min(error, key=lambda name: error[name]))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qknorm.auditor import thresholds as at
 from qknorm.auditor.draws import drawn
 from qknorm.auditor.findings import Finding, finding
-from qknorm.auditor.fit import CONSECUTIVE
+from qknorm.auditor.fit import CONSECUTIVE, Fit
 from qknorm.auditor.formula import Formula, Side
 from qknorm.auditor.rope import is_on_a_grid, not_relative
 from qknorm.auditor.scores import Scores
@@ -20,7 +20,7 @@ from qknorm.auditor.site import Site
 LOW = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Layer:
     """One attention, as it was read back.
 
@@ -59,7 +59,7 @@ def of_norms(layer: Layer) -> Iterator[Finding]:
             str(f.statistic), f"{f.statistic} at a time, as by ranks that do not reduce it"
         )
         yield finding("QK004", path, f"the statistic is taken over {what}", statistic=str(f.statistic))
-    gainless = [name for name, side in sides.items() if side.gain_kind is None and _is_constant(side)]
+    gainless = [name for name, side in sides.items() if side.gain.kind is None and _is_constant(side)]
     if gainless:
         yield finding("QK005", path, f"no gain follows the norm of {' and '.join(gainless)}")
     if "shared" in (f.gain, f.k_gain) and max(f.q_heads, f.kv_heads) > 1:
@@ -70,9 +70,9 @@ def of_norms(layer: Layer) -> Iterator[Finding]:
 
 def _is_constant(side: Side) -> bool:
     """Whether nothing like a gain was read, wherever its values may be stored."""
-    assert side.gain is not None
-    middle = float(side.gain.median())
-    return float((side.gain - middle).abs().max()) < at.PROPORTIONAL * abs(middle)
+    assert side.gain.values is not None
+    middle = float(side.gain.values.median())
+    return float((side.gain.values - middle).abs().max()) < at.PROPORTIONAL * abs(middle)
 
 
 def of_values(layer: Layer) -> Iterator[Finding]:
@@ -107,10 +107,10 @@ def of_precision(layer: Layer) -> Iterator[Finding]:
     the length of an answer differs from that of the fp32 norm, which is shared by all its entries."""
     site = layer.site
     for name, side in layer.normed.items():
-        if side.residual > at.EXACT:
+        if side.fit.residual > at.EXACT:
             # Where a clamp of projections acts, large ones are no question of precision.
-            lost = _lost_when_large(site, name) if side.raw_limit is None else 0.0
-            error = max(side.residual, lost)
+            lost = _lost_when_large(site, name) if side.fit.raw_limit is None else 0.0
+            error = max(side.fit.residual, lost)
             text = f"{name} differs from an exact norm by {error:.1e}"
             yield finding("QK008", layer.path, text, error=error)
             return
@@ -156,7 +156,8 @@ def of_limits(layer: Layer) -> Iterator[Finding]:
     """QK011."""
     limits: dict[str, float | None] = {}
     for name, side in layer.sides.items():
-        limits |= {f"entries of {name}": side.limit, f"the projection of {name}": side.raw_limit}
+        limits[f"entries of {name}"] = side.fit.limit
+        limits[f"the projection of {name}"] = side.fit.raw_limit
     what, limit = next(((w, limit) for w, limit in limits.items() if limit is not None), ("", None))
     if limit is not None:
         yield finding("QK011", layer.path, f"{what} are clamped at {limit:.3g}", limit=limit)
@@ -185,7 +186,7 @@ def of_rope(layer: Layer) -> Iterator[Finding]:
     """QK023: whether A_q' A_k at two positions depends on their distance alone."""
     if layer.f.order == "after":
         return
-    q, k = layer.sides["q"], layer.sides["k"]
+    q, k = layer.sides["q"].fit, layer.sides["k"].fit
     T = min(len(q.matrices), len(k.matrices), CONSECUTIVE)
     A, C = _rotation(q)[:T], _rotation(k)[:T, layer.site.key_of]
     worst = not_relative(A, C)
@@ -196,7 +197,7 @@ def of_rope(layer: Layer) -> Iterator[Finding]:
         yield finding("QK023", layer.path, text, difference=worst)
 
 
-def _rotation(side: Side) -> Tensor:
+def _rotation(side: Fit) -> Tensor:
     """A without the gain, which precedes it."""
     first = torch.diagonal(side.matrices[0], dim1=-2, dim2=-1)
     return side.matrices / torch.where(first.abs() < 1e-6, 1.0, first)[None, :, None, :]
@@ -205,13 +206,14 @@ def _rotation(side: Side) -> Tensor:
 def of_gains(layer: Layer) -> Iterator[Finding]:
     """QK020."""
     for name, side in layer.sides.items():
-        if not layer.is_trained or side.gain is None or side.gain_kind is None:
+        values = side.gain.values
+        if not layer.is_trained or values is None or side.gain.kind is None:
             continue
-        stored = side.gain * (side.gain.shape[-1] ** 0.5 if side.norm == "l2" else 1.0)
+        stored = values * (values.shape[-1] ** 0.5 if side.norm == "l2" else 1.0)
         value = float(stored.mean())
         is_one = abs(value - 1) < at.AT_INITIAL
         if float((stored - value).abs().max()) < at.AT_INITIAL * max(1.0, abs(value)) and (
-            is_one or side.gain_kind != "scalar"
+            is_one or side.gain.kind != "scalar"
         ):
             text = f"every gain of {name} is {value:.4g} in a trained model"
             yield finding("QK020", layer.path, text, value=value)
@@ -226,7 +228,7 @@ def of_optimizer(layer: Layer) -> Iterator[Finding]:
     # The formula may have been read from a copy in fp32.
     names = {p: name for name, p in layer.site.module.named_parameters()}
     own = dict(layer.site.original.named_parameters())
-    gains = {own[names[p]]: name for name, side in layer.sides.items() for p in side.gain_parameters}
+    gains = {own[names[p]]: name for name, side in layer.sides.items() for p in side.parameters}
     is_matrix = "muon" in type(optimizer).__name__.lower()
     for group in optimizer.param_groups:
         whose = " and ".join(sorted({gains[p] for p in group["params"] if p in gains}))

@@ -156,7 +156,8 @@ class Site:
         told = (self.args, self.kwargs) if module is self.module else self.original_arguments
         run(trace, module, *_copied(told))
         if len(trace.attentions) <= self.occurrence:
-            raise NotUnderstoodError(f"{self.path} attends only once when it is called again")
+            again = "it attends only once when it is called again"
+            raise NotUnderstoodError(trace.failed[0] if trace.failed else again)
         if products is not None:
             products.update({one.index: one.parameter for one in trace.products})
         attention = trace.attentions[self.occurrence]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qknorm.auditor import transformers_paths
+from qknorm.auditor.guard import first_line
 from qknorm.auditor.trace import tensors_of
 
 POSITIONS = ("positions", "position_ids", "pos")
@@ -84,8 +85,8 @@ def called(model: nn.Module, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except (Exception, SystemExit) as error:
-        name = type(model).__name__
-        raise ValueError(f"{name} raised {type(error).__name__} when it was called: {error}") from error
+        what = f"{type(model).__name__} raised {type(error).__name__} when it was called"
+        raise ValueError(f"{what}: {first_line(error)}") from error
 
 
 @contextmanager
@@ -178,7 +179,7 @@ def _named(model: nn.Module, own: nn.Module | None, inputs: Any) -> tuple[dict[s
         return dict(inputs), model
     values = inputs if isinstance(inputs, tuple | list) else (inputs,)
     names = _arguments(model)
-    if len(values) > len(names) and not _kinds(model) & {VAR_POSITIONAL}:
+    if len(values) > len(names) and _parameters(model) and not _takes(model, VAR_POSITIONAL):
         raise ValueError(f"{len(values)} inputs for {type(model).__name__}, which takes {len(names)}")
     names += [f"input {n}" for n in range(len(names), len(values))]
     given = names[: len(values)]
@@ -189,14 +190,21 @@ def _named(model: nn.Module, own: nn.Module | None, inputs: Any) -> tuple[dict[s
     return dict(zip(given, values, strict=True)), call
 
 
-def _kinds(model: nn.Module) -> set[Any]:
-    return {p.kind for p in inspect.signature(model.forward).parameters.values()}
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):  # scripted
+        return []
+
+
+def _takes(model: nn.Module, *kinds: Any) -> bool:
+    return any(p.kind in kinds for p in _parameters(model))
 
 
 def _wrapped(model: nn.Module) -> nn.Module | None:
     """What a wrapper holds, which has one child and a forward that takes whatever that does."""
     children = list(model.children())
-    return children[0] if len(children) == 1 and _kinds(model) & {VAR_POSITIONAL, VAR_KEYWORD} else None
+    return children[0] if len(children) == 1 and _takes(model, VAR_POSITIONAL, VAR_KEYWORD) else None
 
 
 def _transformer(model: nn.Module | None) -> nn.Module | None:
@@ -210,8 +218,8 @@ def _arguments(model: nn.Module | None) -> list[str]:
     """Their names, of a wrapper those of what it wraps."""
     while model is not None:
         model = getattr(model, "_orig_mod", model)
-        parameters = inspect.signature(model.forward).parameters.values()
-        if names := [p.name for p in parameters if p.kind not in (VAR_POSITIONAL, VAR_KEYWORD)]:
+        kinds = VAR_POSITIONAL, VAR_KEYWORD
+        if names := [p.name for p in _parameters(model) if p.kind not in kinds]:
             return names
         model = _wrapped(model)
     return []

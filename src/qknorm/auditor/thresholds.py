@@ -28,7 +28,7 @@ SINK_LOW = T(3e-2, "The same where weights are bf16.", "rounded_weights_are_no_s
 SINK_MOVES = T(1e-2, "Read from weights, a sink's logit is that exact.", "a_sink_of_almost_0")
 
 # Which projections lead to q and k.
-ALIKE = T(0.5, "With 128 draws, chance comes to 0.35 among thousands of columns.", "mixed_columns")
+ALIKE = T(0.5, "With 128 draws chance comes to 0.35, among thousands.", "a_plain_layer_is_read")
 SAME = T(1e-3, "Gradients that are the same but for fp32 rounding.", "an_addend_that_is_scaled")
 
 # Which norm it is.
@@ -41,7 +41,7 @@ CLAMPED = T(0.005, "Share of entries at the largest one, by chance far fewer.", 
 # Gains.
 FELT = T(1e-3, "An entry that follows a parameter this little does not.", "a_gain_felt_elsewhere")
 PROPORTIONAL = T(0.02, "A gain changes entries in proportion, a bias does not.", "a_gain_with_noise")
-CONSTANT = T(1e-3, "What is read back is this exact.", "a_factor_of_almost_1")
+CONSTANT = T(1e-3, "What is read back is this exact.", "a_length_that_is_almost_1")
 AT_INITIAL = T(1e-4, "fp32 reads back to 1e-5; training moves more.", "a_gain_that_moved_little")
 
 # eps.
@@ -59,7 +59,7 @@ SHIFTED_LOW = T(0.03, "The same in bf16.", "shifted_outputs_in_bf16")
 
 # Precision, scale and V.
 LENGTH = T(0.2, "Times the dtype's epsilon: rounding alone leaves 0.06.", "lengths_that_err")
-SCALE = T(0.02, "A scale that is meant to be 1/D or 1/sqrt(D).", "a_scale_close_to_1_over_D")
+SCALE = T(0.02, "A scale that is meant to be 1/D or 1/sqrt(D).", "a_scale_close_to_that_of_mup")
 GROWN = T(2.0, "V of projections 4 times as large; 1 if it is normed.", "v_that_grows_by_half")
 
 # Logits.
@@ -72,9 +72,13 @@ AGREE = T(2e-4, "fp32 paths, relative to the largest output.", "paths_that_almos
 AGREE_WIDE = T(1e-8, "The same in fp64.", "paths_that_almost_agree_in_fp64")
 AGREE_LOW = T(6e-2, "The same in bf16 and fp16.", "paths_that_almost_agree_in_bf16")
 MOVED = T(1e-6, "What is hidden moves no output; rounding differs with shapes.", "a_small_leak")
-IS_CAUSAL = T(0.5, "Share of earlier tokens that no later one moves.", "half_of_the_tokens_are_causal")
+IS_CAUSAL = T(0.5, "Share of earlier tokens that no later one moves.", "most_tokens_are_causal")
 CLIPPED = T(0.01, "Outputs move this little where a norm undoes a clip.", "a_clip_that_does_little")
 LONG = T(32_768.0, "Tokens of context from which sinks pay.", "a_long_context")
+
+# What was expected.
+AS_EXPECTED = T(0.01, "A scale is read to 1e-3.", "a_scale_almost_as_expected")
+EPS_AS_EXPECTED = T(0.05, "An eps is read to 2 %.", "an_eps_almost_as_expected")
 
 # Files of weights.
 DECAYED = T(0.2, "Trained gains are about 1; below this they are w of 1 + w.", "gains_that_are_small")

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from qknorm.auditor import thresholds as at
+from qknorm.auditor.guard import Guarded
 from qknorm.ops.backends import by_definition
 
 # What `torch.jit.script` makes: a mode does not see that it is called.
@@ -108,6 +109,7 @@ class Trace(TorchFunctionMode):
 
     Attributes:
         products, attentions: in the order of the run.
+        failed: what could not be followed.
         opaque: operators of other libraries that may be attentions, by the path of their module.
         replaced: backends of `qknorm.attention` for which its definition ran.
     """
@@ -124,6 +126,7 @@ class Trace(TorchFunctionMode):
         self.stop_after = stop_after
         self.products: list[Product] = []
         self.attentions: list[Attention] = []
+        self.failed: list[str] = []
         self.opaque: dict[str, str] = {}
         self.replaced: set[str] = set()
         self._frames: list[Frame] = []
@@ -139,7 +142,8 @@ class Trace(TorchFunctionMode):
             with self:
                 return opened(func)(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            self._done(self._sdpa(*args, **kwargs))
+            with Guarded(self.failed, self.path or "the model"):
+                self._done(self._sdpa(*args, **kwargs))
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         tensors = list(tensors_of((args, tuple(kwargs.values()))))
@@ -157,17 +161,23 @@ class Trace(TorchFunctionMode):
         if not isinstance(out, Tensor | tuple | list):
             return out
         if _may_hide_attention(func, tensors):
-            self.opaque[self._frames[-1].path if self._frames else ""] = str(func)
-        if parameter is not None and len(tensors) == 1:
-            # A view of a weight, or weights computed from it, stands for it.
-            for part in tensors_of(out):
-                self._parameters[id(part)] = parameter
-                self._kept.append(part)
-        elif name in PRODUCTS and isinstance(out, Tensor):
-            self._activation_product(name, args, tensors, out)
-        else:
-            self._follow(name, tensors, out)
+            self.opaque[self.path] = str(func)
+        with Guarded(self.failed, self.path or "the model"):
+            if parameter is not None and len(tensors) == 1:
+                # A view of a weight, or weights computed from it, stands for it.
+                for part in tensors_of(out):
+                    self._parameters[id(part)] = parameter
+                    self._kept.append(part)
+            elif name in PRODUCTS and isinstance(out, Tensor):
+                self._activation_product(name, args, tensors, out)
+            else:
+                self._follow(name, tensors, out)
         return out
+
+    @property
+    def path(self) -> str:
+        """Of the module that is running."""
+        return self._frames[-1].path if self._frames else ""
 
     def _product(self, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor:
         index = len(self.products)
@@ -274,7 +284,7 @@ class Trace(TorchFunctionMode):
                 out = call(function, *args, **kwargs)
                 tensors = list(tensors_of((args, tuple(kwargs.values()))))
                 if _may_hide_attention(function, tensors):
-                    self.opaque[self._frames[-1].path if self._frames else ""] = function.name
+                    self.opaque[self.path] = function.name
                 self._follow("", tensors, out)
                 return out
 
@@ -309,8 +319,8 @@ class Trace(TorchFunctionMode):
                 handle.remove()
 
 
-class Stopped(Exception):  # noqa: N818 - not an error
-    """The run was ended on purpose."""
+class Stopped(BaseException):
+    """The run was ended on purpose: no error, and nothing that a model may catch."""
 
 
 def opened(function: Any) -> Callable[..., Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -13,12 +12,11 @@ from qknorm.monitor import Monitor
 from qknorm.monitor.alerts import Alert, Alerts, Thresholds
 from qknorm.monitor.history import LENGTH
 from qknorm.monitor.scalars import scalars
+from qknorm.monitor.to.delivery import Destination
 from qknorm.monitor.to.jsonl import JsonLines, rank_path, read_lines, to_record
 from qknorm.monitor.to.log_line import log_line
 
 REPLAYED = 2 * LENGTH  # records from which alerts go on
-
-Destination = Callable[[Any], None]  # of records and alerts
 
 
 class Session:

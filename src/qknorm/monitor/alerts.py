@@ -8,7 +8,7 @@ what is broken already (QM008).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from qknorm.monitor.forecast import MIN_POINTS, fit
 from qknorm.monitor.history import History, LayerHistory
 from qknorm.monitor.record import Record
+from qknorm.monitor.to.delivery import Delivery, Destination
 
 Severity = Literal["info", "warning", "alarm"]
 MOST_ALIKE = 16  # alerts of one kind in one record
@@ -98,7 +99,11 @@ class Thresholds:
     loosening: float = 2.0
 
 
-_Key = tuple[str, "str | None", "int | None", str]  # code, layer, head, severity
+_Key = tuple[str, "str | None", "int | None", str]
+
+
+def _key(alert: Alert) -> _Key:
+    return alert.code, alert.layer, alert.head, alert.severity
 
 
 @dataclass(kw_only=True)
@@ -107,38 +112,48 @@ class Alerts:
 
     Args:
         thresholds: when a rule speaks.
-        to: called with each new alert.
+        to: called with each new alert, each on its own. One that raises gets it again with the next
+            record, as long as it holds.
     """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
-    to: list[Callable[[Alert], None]] = field(default_factory=list)
+    to: list[Destination] = field(default_factory=list)
     history: History = field(default_factory=History)
     _standing: dict[_Key, int] = field(default_factory=dict)
     _records: int = 0
+    _owed: dict[int, list[_Key]] = field(default_factory=dict)  # by the id of a destination that failed
+    _deliver: Delivery = field(default_factory=Delivery)
 
     def __call__(self, record: Record) -> list[Alert]:
         """The alerts that are new with this record."""
-        new = self._new(record)
-        for alert in new:
-            for send in self.to:
-                send(alert)
+        if record.phase != "train":
+            return []
+        found, new = self._take(record)
+        for send in self.to:
+            again = [found[key] for key in self._owed.get(id(send), ()) if key in found]
+            due = again + [alert for alert in new if alert not in again]
+            self._owed[id(send)] = [_key(alert) for alert in due if not self._deliver(send, alert)]
         return new
 
     def replay(self, records: Iterable[Record]) -> None:
         """Take in what an earlier session has recorded, without saying again what it said."""
         for record in records:
-            self._new(record)
+            if record.phase == "train":
+                self._take(record)
 
-    def _new(self, record: Record) -> list[Alert]:
-        if record.phase != "train":
-            return []
+    def flush(self) -> None:
+        """Have every destination write what it keeps back."""
+        self._deliver.flush(self.to)
+
+    def _take(self, record: Record) -> tuple[dict[_Key, Alert], list[Alert]]:
+        """What holds with this record, and what of it is to be said."""
         self.history.add(record)
         self._records += 1
-        found: dict[_Key, Alert] = {(a.code, a.layer, a.head, a.severity): a for a in self._all()}
+        found = {_key(alert): alert for alert in self._all()}
         over = self._records - self.thresholds.persistence
         standing = {key: seen for key, seen in self._standing.items() if seen >= over}
         self._standing = standing | dict.fromkeys(found, self._records)
-        return _few([alert for key, alert in found.items() if key not in standing])
+        return found, _few([alert for key, alert in found.items() if key not in standing])
 
     def _all(self) -> Iterator[Alert]:
         for name, why in self.history.silent.items():

@@ -92,6 +92,7 @@ class Layer(Watcher, Teller):
         buffers: of training and evaluation since the last `clear`, see `measure.FIELDS`.
         is_sampled: some of it is of sampled rows.
         trouble: why a call was not measured.
+        unseen: why no call of it can be seen.
     """
 
     handle: Tensor
@@ -105,6 +106,7 @@ class Layer(Watcher, Teller):
         self.buffers: dict[str, Tensor] = {}
         self.is_sampled = False
         self.trouble: str | None = None
+        self.unseen: str | None = None
         self._told: set[str] = set()
 
     def attempt(self, work: Callable[..., None], *args: Any) -> None:
@@ -216,11 +218,8 @@ class Layer(Watcher, Teller):
     @property
     def silence(self) -> str:
         """Why nothing was recorded of it."""
-        if self.trouble is not None:
-            return self.trouble
-        if self.heads == 0:
-            return "its tap saw no call"
-        return "it was not called, or every query of it was padding or saw no key"
+        usual = "it was not called, or every query of it was padding or saw no key"
+        return self.unseen or self.trouble or ("its tap saw no call" if self.heads == 0 else usual)
 
     def clear(self) -> None:
         """Begin anew, as after a step."""

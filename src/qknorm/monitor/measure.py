@@ -174,6 +174,7 @@ def _streamed_rows(q: Tensor, k: Tensor, seen: Seen, queries: Tensor | None) -> 
     view = replace(view, **view.sizes(B, Hq, q.device))
     values = stream_rows(q if some is None else q[:, :, some], k, view, seen.scale)
     shown, first = view.survey(values.log_sum)
+    first = values.first_key if queries is None else first
     k_real = None if mask_of is None and not seen.change_hides else shown
     if seen.cross or Tq != Tk:
         return Rows(values, None, None, None, k_real)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,10 +19,7 @@ from qknorm.monitor.norms import WRAPPERS
 from qknorm.monitor.record import LayerRecord, Record, layer_record
 from qknorm.monitor.reduce import Key, Part, Reducer
 from qknorm.monitor.taps import TAPS, own
-
-LOG = logging.getLogger("qknorm")
-
-Destination = Callable[[Record], object]
+from qknorm.monitor.to.delivery import Delivery, Destination
 
 
 class Monitor:
@@ -56,6 +53,7 @@ class Monitor:
         self.every = every
         self.step_count = 0
         self.to = to
+        self._deliver = Delivery()
         self._switch, self._undo = switch, undo
         self._attached = True  # also with no layer on this rank: it joins in
         self._reducer, self._shard = reducer, shard
@@ -82,7 +80,7 @@ class Monitor:
                 say "sampled". Layers of `qknorm.nn` are always exact.
             group: the ranks whose layers, heads and tokens make up the model; all if None.
             tensor_parallel: the ranks among which heads are split, in the order of the heads.
-            to: called with every record on every rank; one that raises is logged, and the others go on.
+            to: called with every record on every rank, each on its own: one that raises is logged once.
 
         Raises:
             ValueError: no layer has a tap, the model is watched already, or an option makes no sense.
@@ -140,9 +138,10 @@ class Monitor:
             )
 
     def detach(self) -> None:
-        """Leave the model as it was found. Records end."""
+        """Leave the model as it was found. Records end, and destinations write what they keep back."""
         self._switch.on = False
         if self._attached:
+            self._deliver.flush(self.to)
             self._attached = False
             self._undo.close()
             torch.compiler.reset()
@@ -172,10 +171,7 @@ class Monitor:
     def _send(self, records: list[Record]) -> None:
         for record in records:
             for send in self.to:
-                try:
-                    send(record)
-                except Exception:
-                    LOG.exception("a record of step %d was not taken by %r", record.step, send)
+                self._deliver(send, record)
 
     def flush(self) -> list[Record]:
         """What was seen since the last step, such as a last evaluation; on every rank."""
@@ -198,7 +194,7 @@ class Monitor:
         try:
             return self._records(self._reducer.reduce(self._parts()))
         except Exception:
-            LOG.exception("step %d has no record", self.step_count)
+            logging.getLogger("qknorm").exception("step %d has no record", self.step_count)
             return []
         finally:
             self._clear()

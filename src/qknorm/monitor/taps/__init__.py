@@ -5,7 +5,7 @@ Each has NAME, `serves(module)`, and `install(layer)`, which returns how to undo
 
 from __future__ import annotations
 
-from qknorm.monitor.taps import functional, multihead, own, transformers
+from qknorm.monitor.taps import functional, multihead, own, transformers, unseen
 
 # The first that serves a module has it.
-TAPS = (own, transformers, multihead, functional)
+TAPS = (own, transformers, multihead, functional, unseen)

@@ -1,14 +1,15 @@
-"""Any module whose code calls `F.scaled_dot_product_attention` or `flex_attention`, compiled or not: the
-function is replaced, where the code of the module finds it, by one that looks first.
+"""Any module whose code calls `F.scaled_dot_product_attention`, `F.multi_head_attention_forward`, or
+`flex_attention`, compiled or not: the function is replaced, where the code of the module finds it, by
+one that looks first.
 
 Not by a torch function mode: under one a compiler cannot trace such methods as `Tensor.split`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -20,34 +21,31 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from qknorm.monitor.forward import Switch, watch
 from qknorm.monitor.layer import Layer, Teller
 from qknorm.monitor.operators import TOKEN, enter, is_running, leave
+from qknorm.monitor.taps.code import bases, names, reached
+from qknorm.monitor.taps.projection import ADDED_KEY, observe_projected
+from qknorm.monitor.view import MaskOf, per_pair
 
 NAME = "functional"
 
 
 def serves(module: nn.Module) -> bool:
-    """Whether a method of the module's class, or of a base outside torch, names one of the functions."""
-    named: set[str] = set()
-    for base in _bases(type(module)):
-        for method in vars(base).values():
-            code = getattr(getattr(method, "__wrapped__", method), "__code__", None)
-            if code is not None:
-                named.update(_names(code))
-    return bool(named & _OBSERVERS.keys()) or any(
+    """Whether the code of the module, or a function that it calls, names one of the functions."""
+    cls = type(module)
+    if cls.__call__ is not nn.Module.__call__:
+        return False  # its forward is not what runs, as in the processors of diffusers
+    if isinstance(module, nn.MultiheadAttention):
+        return True  # it is one of another forward, which may still call torch's
+    functions = reached(module)
+    named = names(*functions)
+    return bool(named & (_OBSERVERS.keys() | _LEADING)) or any(
         name in named and _observer(_callable(value)) is not None
-        for place in _places(type(module))
-        for name, value in place.items()
+        for owner in _owners(module, functions)
+        for name, value in vars(owner).items()
     )
 
 
-def _bases(cls: type) -> Iterator[type]:
-    return (base for base in cls.__mro__ if not base.__module__.startswith("torch."))
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+# Functions that choose among kernels at run time, of which SDPA is the usual one: that of diffusers.
+_LEADING = {"dispatch_attention_fn"}
 
 
 # Calls belong to the layer whose forward runs when they do.
@@ -62,10 +60,11 @@ def install(layer: Layer) -> Callable[[], None]:
     originals; returns how to undo it."""
     layer.around = _announced
     with ExitStack() as stack:
+        owners = _owners(layer.module, reached(layer.module))  # before its forward is replaced
         stack.callback(watch(layer))
         SWITCHES.append(layer.switch)
         stack.callback(SWITCHES.remove, layer.switch)
-        for owner in _owners(type(layer.module)):
+        for owner in owners:
             _Patched.enter(owner)
             stack.callback(_Patched.leave, owner)
         return stack.pop_all().close
@@ -104,19 +103,13 @@ class _Names:
         self.__dict__ = names
 
 
-def _owners(cls: type) -> list[Any]:
-    """What holds the names that the methods of a class see: F, its modules, itself and its bases."""
+def _owners(module: nn.Module, functions: list[FunctionType]) -> list[Any]:
+    """What holds the names that the code of a module sees: F, Python modules, its class and bases."""
     spaces = {id(vars(F)): vars(F), id(vars(flex)): vars(flex)}
-    for base in _bases(cls):
-        for method in vars(base).values():
-            function = getattr(method, "__wrapped__", method)  # also once its forward is replaced
-            if hasattr(function, "__globals__"):
-                spaces[id(function.__globals__)] = function.__globals__
-    return [_Names(space) for space in spaces.values() if space is not globals()] + list(_bases(cls))
-
-
-def _places(cls: type) -> list[Any]:
-    return [vars(owner) for owner in _owners(cls)]
+    for function in functions:
+        spaces[id(function.__globals__)] = function.__globals__
+    own = [_Names(space) for space in spaces.values() if space is not globals()]
+    return own + [base for base in bases(type(module)) if base is not object]
 
 
 def _callable(value: Any) -> Any:
@@ -167,6 +160,8 @@ def _observed(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(mask, CausalBias):
             # It looks whether it is used in the function that torch has under its name: in this one.
             return shut(CausalBias._dispatch, *args, **kwargs)
+        if original is F.multi_head_attention_forward:  # it calls another of them inside
+            return shut(original, *args, **kwargs)
         return original(*args, **kwargs)
 
     return call
@@ -189,24 +184,44 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> None:
+    if query.is_nested or key.is_nested:
+        if torch.compiler.is_compiling():
+            layer.refuse("nested tensors inside a compiled model cannot be measured")
+            return
+        for q, k in zip(query.unbind(), key.unbind(), strict=True):
+            _sdpa(layer, q[None], k[None], k, is_causal=is_causal, scale=scale)
+        return
     Tq, Tk = query.shape[-2], key.shape[-2]
+    mask: Tensor | MaskOf | None = attn_mask
     if isinstance(attn_mask, CausalBias):
-        is_upper = attn_mask.variant == CausalVariant.UPPER_LEFT
-        attn_mask = torch.ones(Tq, Tk, dtype=torch.bool, device=query.device).tril(
-            0 if is_upper else Tk - Tq
-        )
-    elif attn_mask is not None and type(attn_mask) not in (Tensor, nn.Parameter, nn.Buffer):
-        raise TypeError(f"a mask of type {type(attn_mask).__name__} is not understood")
+        is_causal, mask = True, None
+        if attn_mask.variant == CausalVariant.LOWER_RIGHT and Tq != Tk:
+            is_causal, mask = False, causal_mask_of(Tk - Tq)
+    elif attn_mask is not None:
+        if type(attn_mask) not in (Tensor, nn.Parameter, nn.Buffer):
+            layer.refuse(f"a mask of type {type(attn_mask).__name__} is not understood")
+            return
+        if attn_mask.dim() > 2 and query.dim() != 4:
+            mask = _four(attn_mask.expand(*query.shape[:-2], Tq, Tk))
+    query, key = _four(query), _four(key)
     if is_causal and Tq != Tk:  # torch aligns at the first token
-        is_causal, attn_mask = False, torch.ones(Tq, Tk, dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None and attn_mask.dim() > 2 and query.dim() != 4:
-        attn_mask = _four(attn_mask.expand(*query.shape[:-2], Tq, Tk))
-    layer.observe(_four(query), _four(key), mask=attn_mask, causal=is_causal, scale=scale)
+        is_causal, mask = False, causal_mask_of(0)
+    batch = torch.broadcast_shapes(query.shape[:1], key.shape[:1])
+    query, key = (x.expand(*batch, -1, -1, -1) for x in (query, key))
+    layer.observe(query, key, mask=mask, causal=is_causal, scale=scale)
+
+
+def causal_mask_of(offset: int) -> MaskOf:
+    """Query i sees the keys up to i + offset."""
+    return lambda queries, keys: (keys <= queries[:, None] + offset)[None, None]
 
 
 def _four(x: Tensor) -> Tensor:
-    """As `[B, H, T, D]`: three axes are one head, more than four have several of batch."""
-    return x.unsqueeze(1) if x.dim() == 3 else x.flatten(0, -4)
+    """As `[B, H, T, D]`: two axes are a sequence, three are one head, more than four have several of
+    batch."""
+    if x.dim() < 4:
+        return x.unsqueeze(-3) if x.dim() == 3 else x[None, None]
+    return x.flatten(0, -4)
 
 
 def _flex(
@@ -220,21 +235,88 @@ def _flex(
     enable_gqa: bool = False,
     **_: Any,
 ) -> None:
-    mask = None
-    if block_mask is not None:
-        B, H = block_mask.kv_num_blocks.shape[:2]
-        Tq, Tk = query.shape[2], key.shape[2]
-        mask = flex.create_mask(block_mask.mask_mod, B, H, Tq, Tk, device=str(query.device))
-    layer.observe(query, key, mask=mask, scale=scale, score_mod=score_mod)
+    if query.is_nested:
+        layer.refuse("FlexAttention of nested tensors is not measured")
+        return
+    mask = None if block_mask is None else block_mask_of(block_mask)
+    layer.observe(query, key.expand(len(query), -1, -1, -1), mask=mask, scale=scale, score_mod=score_mod)
+
+
+def block_mask_of(block_mask: flex.BlockMask) -> MaskOf:
+    """What a block mask of FlexAttention shows: its blocks, and in them what its function says."""
+    inside = per_pair(block_mask.mask_mod, is_score=False)
+    blocks = block_mask.to_dense().bool()
+    height, width = block_mask.BLOCK_SIZE
+    b, h = (torch.arange(n, device=blocks.device) for n in blocks.shape[:2])
+
+    def mask_of(queries: Tensor, keys: Tensor) -> Tensor:
+        listed = blocks[:, :, queries // height][..., keys // width]
+        return inside(b, h, queries, keys) & listed
+
+    return mask_of
+
+
+def _multi_head(
+    layer: Teller,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> None:
+    if not need_weights:
+        return  # it calls SDPA, which is seen
+    if bias_k is not None or add_zero_attn:
+        layer.refuse(ADDED_KEY)
+        return
+    if not use_separate_proj_weight:
+        assert in_proj_weight is not None
+        q_proj_weight, k_proj_weight, _ = in_proj_weight.chunk(3)
+    assert q_proj_weight is not None
+    assert k_proj_weight is not None
+    observe_projected(
+        layer,
+        *(x if x.dim() == 2 else x.transpose(0, 1) for x in (query, key)),
+        heads=num_heads,
+        weights=(q_proj_weight, k_proj_weight),
+        biases=(None, None) if in_proj_bias is None else in_proj_bias.chunk(3)[:2],
+        padding=key_padding_mask,
+        mask=attn_mask,
+        causal=False,
+        cross=query is not key,
+        static_k=static_k,
+    )
 
 
 _OBSERVERS: dict[str, Callable[..., None]] = {
     "scaled_dot_product_attention": _sdpa,
     "flex_attention": _flex,
+    "multi_head_attention_forward": _multi_head,
 }
 _ORIGINALS: dict[Any, Callable[..., None]] = {
     F.scaled_dot_product_attention: _sdpa,
     flex.flex_attention: _flex,
+    F.multi_head_attention_forward: _multi_head,
 }
 
 

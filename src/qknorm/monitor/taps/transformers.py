@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from qknorm.monitor.forward import ATTRIBUTE
 from qknorm.monitor.layer import Layer
-from qknorm.monitor.taps.functional import shut
+from qknorm.monitor.taps.code import method, names
+from qknorm.monitor.taps.flash import places, shown
+from qknorm.monitor.taps.functional import block_mask_of, causal_mask_of, shut
+from qknorm.monitor.view import as_mask_of, both
 
 NAME = "transformers"
 _METHOD = "get_interface"
@@ -26,9 +28,8 @@ def serves(module: nn.Module) -> bool:
     """Whether the module asks transformers for its attention function."""
     if "transformers" not in sys.modules:
         return False
-    forward = type(module).forward
-    code = getattr(forward, "__wrapped__", forward).__code__
-    return "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    forward = method(type(module), "forward")
+    return forward is not None and "ALL_ATTENTION_FUNCTIONS" in names(forward)
 
 
 def install(layer: Layer) -> Callable[[], None]:
@@ -69,6 +70,8 @@ class _Wrapped:
 
 
 def _observed(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
+    kind = _kind(function, implementation)
+
     def attend(
         module: nn.Module,
         query: Tensor,
@@ -81,52 +84,99 @@ def _observed(function: Callable[..., Any], implementation: str) -> Callable[...
         layer: Layer | None = module.__dict__.get(ATTRIBUTE)
         if layer is None or not layer.switch.on:
             return function(module, query, key, value, attention_mask, *args, **kwargs)
-        layer.tell(_observe, query, key, attention_mask, implementation, kwargs)
+        layer.tell(_observe, query, key, attention_mask, kind, kwargs)
         return shut(function, module, query, key, value, attention_mask, *args, **kwargs)
 
     return attend
 
 
-def _observe(
-    layer: Layer, q: Tensor, k: Tensor, mask: Any, implementation: str, options: dict[str, Any]
-) -> None:
-    """Translate what transformers passes to an attention function."""
+# The functions of transformers by the file that they stand in.
+_KINDS = {
+    "flash_attention": "flash",
+    "flash_paged": "flash",
+    "sdpa_attention": "sdpa",
+    "sdpa_paged": "sdpa",
+    "msa_attention": "sdpa",
+    "flex_attention": "flex",
+    "eager_paged": "eager",
+}
+
+
+def _kind(function: Callable[..., Any], name: str | None) -> str:
+    """How a function reads its arguments: "eager", "sdpa", "flash", "flex", or "own" if nobody knows.
+
+    A name alone does not tell: kernels of the hub run behind the functions of transformers. A function
+    of somebody else is taken to read the mask that is registered under its name.
+    """
+    place, _, file = getattr(function, "__module__", "").rpartition(".")
+    if place == "transformers.integrations" and file in _KINDS:
+        return _KINDS[file]
+    if name is None or name == "eager":
+        return "eager"
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    masks = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    made_by = masks[name].__name__ if name in masks else ""
+    return next((kind for kind in ("flash", "flex", "eager") if made_by.startswith(kind)), "own")
+
+
+def _observe(layer: Layer, q: Tensor, k: Tensor, mask: Any, kind: str, options: dict[str, Any]) -> None:
+    """Translate what transformers passes to an attention function, as that hands it to its kernel."""
+    unknown = next((name for name in _UNKNOWN if options.get(name) is not None), None)
+    if unknown is not None:
+        layer.refuse(f"{unknown}: {_UNKNOWN[unknown]}")
+        return
+    if len(q) != len(k):  # learned queries
+        q, k = (x.expand(max(len(q), len(k)), -1, -1, -1) for x in (q, k))
     Tq, Tk = q.shape[2], k.shape[2]
-    causal, window = False, None
-    is_causal = options.get("is_causal")
-    is_causal = getattr(layer.module, "is_causal", True) if is_causal is None else is_causal
-    if "flash" in implementation:
-        causal, window = bool(is_causal), options.get("sliding_window")
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            mask = mask[:, None, None].bool()
-        elif mask is None and Tq == Tk:
-            mask = _documents(options, q)
-    elif "eager" in implementation:
-        pass  # the mask says everything
-    elif mask is None:
-        causal = bool(is_causal) and Tq > 1
-        if causal and Tq != Tk:  # torch aligns at the first token, `Mask` at the last
-            causal, mask = False, torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril()
-    elif not isinstance(mask, Tensor):
-        mask = _dense(mask, q, Tk)
-    bias = options.get("position_bias")
-    if bias is not None:
-        if mask is not None and mask.dtype == torch.bool:
-            bias = torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    told = options.get("is_causal")
+    causal = bool(getattr(layer.module, "is_causal", True) if told is None else told) and Tq > 1
+    bias, softcap, sink, window = (
+        options.get(name) for name in ("position_bias", "softcap", "s_aux", "sliding_window")
+    )
+    if kind == "flash":
+        bias = None  # it takes none
+        found = places((len(q), Tq, Tk), mask, options)
+        mask = None
+        if found is not None:
+            if len(found[0].document) < len(q):
+                q, k = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k))
+            mask = shown(*found, causal=causal, window=window)
+            causal, window = causal and Tq == Tk, None
+    elif kind in ("eager", "flex"):
+        causal, window = False, None  # the mask says everything
+        if isinstance(mask, Tensor):
+            # Both add it, a bool one as well; FlexAttention adds that of the first head to all.
+            mask = mask if mask.is_floating_point() else mask.to(q.dtype)
+            mask = mask[:, :1] if kind == "flex" else mask
         elif mask is not None:
-            bias = bias + mask
-        mask = bias
+            mask = block_mask_of(mask)
+    elif mask is not None:
+        causal, window = False, None
+    if kind == "sdpa":
+        softcap = sink = window = None  # it takes none of them
+        if causal and Tq != Tk:  # torch aligns at the first token
+            causal, mask = False, causal_mask_of(0)
+    if bias is not None:
+        mask = both(as_mask_of(mask), as_mask_of(bias))
     layer.observe(
         q,
         k,
-        mask=mask,
-        sink=options.get("s_aux"),
+        mask=mask[..., :Tk] if isinstance(mask, Tensor) else mask,
+        sink=sink,
         causal=causal,
         window=window,
         scale=options.get("scaling"),
-        softcap=options.get("softcap"),
+        softcap=softcap,
         cross=_is_cross(layer.module),
     )
+
+
+# What lets a kernel choose its keys by itself.
+_UNKNOWN = {
+    "block_table": "keys in a paged cache are not measured",
+    "block_indices": "an attention that chooses its blocks of keys is not measured",
+}
 
 
 def _is_cross(module: nn.Module) -> bool:
@@ -134,28 +184,3 @@ def _is_cross(module: nn.Module) -> bool:
     if getattr(module, "is_cross_attention", False):
         return True
     return bool(getattr(module, "is_decoder", False)) and getattr(module, "is_causal", None) is False
-
-
-def _documents(options: dict[str, Any], q: Tensor) -> Tensor | None:
-    """Bool `[B, 1, T, T]`, own document: what a flash function takes from `cu_seq_lens_q` or else from
-    position ids that start anew; None if there is one document."""
-    B, T = q.shape[0], q.shape[2]
-    lengths, positions = options.get("cu_seq_lens_q"), options.get("position_ids")
-    if lengths is not None:
-        starts = torch.zeros(1, T + 1, dtype=torch.long, device=q.device)
-        starts[0, lengths.long()] = 1
-        ids = starts[:, :T].cumsum(1)
-    elif isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == T:
-        new = torch.zeros(positions.shape, dtype=torch.long, device=q.device)
-        new[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-        ids = new.cumsum(1)
-    else:
-        return None
-    return (ids[:, :, None] == ids[:, None, :])[:, None].expand(B, 1, T, T)
-
-
-def _dense(block_mask: Any, q: Tensor, Tk: int) -> Tensor:
-    """A FlexAttention block mask as bool `[B, 1, Tq, Tk]`."""
-    from torch.nn.attention.flex_attention import create_mask
-
-    return create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], Tk, device=str(q.device))

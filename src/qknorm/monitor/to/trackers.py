@@ -1,11 +1,13 @@
 """Experiment trackers: the capped scalars of `scalars.py`, and alerts where a tracker has them.
 
-Each takes an object of the tracker that the user has made, so nothing is imported or configured here.
+Each takes an object of the tracker that the user has made and also writes into: none of them moves the
+steps that the user counts, and nothing of the user's is lost.
 """
 
 from __future__ import annotations
 
-import math
+import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +16,27 @@ from qknorm.monitor.alerts import Alert
 from qknorm.monitor.record import Record
 from qknorm.monitor.scalars import heatmap, scalars
 
+STEP = "attention/step"
 
-@dataclass(frozen=True)
+
+@dataclass
 class TensorBoard:
-    """A `torch.utils.tensorboard.SummaryWriter`: scalars, a heatmap of entropy, alerts as text."""
+    """Scalars, a heatmap of entropy, alerts as text.
+
+    Attributes:
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or the folder for a new one.
+    """
 
     writer: Any
+
+    def __post_init__(self) -> None:
+        if isinstance(self.writer, str | os.PathLike):
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ImportError("this needs an extra: pip install 'qknorm[tensorboard]'") from error
+            self.writer = SummaryWriter(str(self.writer))
+        _check(self.writer, "add_scalar", "a SummaryWriter, or the folder for one")
 
     def __call__(self, item: Record | Alert) -> None:
         """Write one record or alert."""
@@ -32,71 +49,135 @@ class TensorBoard:
         if item.layers and item.phase == "train":
             self.writer.add_image("attention/entropy_ratio", _image(item), item.step, dataformats="HW")
 
-
-def _image(record: Record) -> Any:
-    """Entropy ratio as grey values 0 to 1, a row per layer."""
-    import torch
-
-    return torch.tensor(heatmap(record, "entropy_ratio")).nan_to_num(nan=0.0).clamp(0.0, 1.0)
+    def flush(self) -> None:
+        """Write to disk."""
+        self.writer.flush()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Wandb:
-    """A `wandb` run, or `trackio` run: `log` for scalars, `alert` for alerts.
+    """A run of W&B.
 
-    The steps of a run are its own: these numbers have an axis of theirs, `attention/step`.
+    W&B drops what is logged for a step below its newest one, so a record opens no row of the run: it
+    joins the one that the user writes next, one record a row, on an axis of its own, `attention/step`.
+    Where the user logs more rarely than the monitor observes, the rest waits for `flush`, which
+    `Monitor.detach` calls.
 
     Attributes:
-        run: what `init` returned.
+        run: what `wandb.init` returned.
         image: `wandb.Image` or the like, for a heatmap of entropy; None for none.
     """
 
     run: Any
     image: Callable[[Any], Any] | None = None
+    _waiting: deque[dict[str, Any]] = field(default_factory=deque, init=False, repr=False)
+    # The row that our newest values joined, and their step.
+    _joined: tuple[int, int] = field(default=(-1, -1), init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if hasattr(self.run, "define_metric"):
-            self.run.define_metric("attention/step")
-            self.run.define_metric("attention/*", step_metric="attention/step")
-            self.run.define_metric("attention_eval/*", step_metric="attention/step")
+        _check(type(self.run), "define_metric", "what wandb.init returned")
+        self.run.define_metric(STEP)
+        self.run.define_metric("attention/*", step_metric=STEP)
+        self.run.define_metric("attention_eval/*", step_metric=STEP)
 
     def __call__(self, item: Record | Alert) -> None:
         """Log one record, or raise one alert."""
-        if isinstance(item, Record):
-            values: dict[str, Any] = scalars(item) | {"attention/step": item.step}
-            if self.image is not None and item.layers and item.phase == "train":
-                values["attention/entropy_ratio"] = self.image(_image(item).numpy())
-            self.run.log(values)
+        if isinstance(item, Alert):
+            text = f"{item.message}. {item.advice}"
+            self.run.alert(title=_title(item), text=text, level=_LEVELS[item.severity])
             return
-        level = {"info": "INFO", "warning": "WARN", "alarm": "ERROR"}[item.severity]
-        self.run.alert(
-            title=f"{item.code} {item.severity}", text=f"{item.message}. {item.advice}", level=level
-        )
+        values: dict[str, Any] = dict(scalars(item))
+        if self.image is not None and item.layers and item.phase == "train":
+            values["attention/entropy_ratio"] = self.image(_image(item).numpy())
+        if not values or self.run.disabled:
+            return
+        if self._waiting and self._waiting[-1][STEP] == item.step:
+            self._waiting[-1].update(values)  # training and evaluation share no name
+        else:
+            self._waiting.append(values | {STEP: item.step})
+        self.run.log({}, commit=False)  # of a run that is finished `step` would wait half a minute
+        row = self.run.step
+        if row != self._joined[0] or self._joined == (row, self._waiting[0][STEP]):
+            self._join(row)
+
+    def _join(self, row: int, **where: int) -> None:
+        self.run.log(self._waiting[0], commit=False, **where)
+        self._joined = row, self._waiting.popleft()[STEP]
+
+    def flush(self) -> None:
+        """Log what waits for a row of the user's, in rows of its own behind them."""
+        if self._waiting:
+            self.run.log({}, commit=False)
+        while self._waiting:
+            row = self.run.step
+            if row == self._joined[0]:
+                self._join(row + 1, step=row + 1)
+            else:
+                self._join(row)
 
 
-@dataclass(frozen=True)
-class Mlflow:
-    """The `mlflow` module; alerts become tags."""
+@dataclass
+class Trackio:
+    """A run of Trackio, at the optimizer's steps. The steps that it counts for the user are not moved.
 
-    client: Any
+    Attributes:
+        run: what `trackio.init` returned.
+    """
+
+    run: Any
+
+    def __post_init__(self) -> None:
+        _check(type(self.run), "alert", "what trackio.init returned")
 
     def __call__(self, item: Record | Alert) -> None:
-        """Log one record or alert."""
+        """Log one record, or raise one alert."""
+        if isinstance(item, Alert):
+            from trackio import AlertLevel
+
+            level = AlertLevel(_LEVELS[item.severity].lower())
+            text = f"{item.message}. {item.advice}"
+            self.run.alert(title=_title(item), text=text, level=level, step=item.step)
+            return
+        values = scalars(item)
+        if values:
+            counted = getattr(self.run, "_next_step", None)
+            self.run.log(dict(values), step=item.step)
+            if counted is not None:
+                self.run._next_step = counted
+
+
+@dataclass
+class Mlflow:
+    """The `mlflow` module: the run that is active at the first record; alerts become tags.
+
+    An infinity is stored as the largest number, which is what MLflow does with it.
+    """
+
+    client: Any
+    _run_id: str | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check(self.client, "log_metrics", "the module mlflow")
+
+    def __call__(self, item: Record | Alert) -> None:
+        """Log one record or alert, also when the user's run has ended by then."""
+        if self._run_id is None:
+            run = self.client.active_run() or self.client.start_run()
+            self._run_id = run.info.run_id
         if isinstance(item, Record):
-            # Its stores refuse NaN.
-            finite = {name: v for name, v in scalars(item).items() if math.isfinite(v)}
-            self.client.log_metrics(finite, step=item.step)
+            self.client.log_metrics(scalars(item), step=item.step, run_id=self._run_id)
         else:
             where = ".".join(str(part) for part in (item.layer, item.head) if part is not None)
-            self.client.set_tag(f"attention.{item.code}.{item.step}.{where}".rstrip("."), item.message)
+            name = f"attention.{item.code}.{item.step}.{where}".rstrip(".")
+            self.client.MlflowClient().set_tag(self._run_id, name, item.message)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gauges:
     """OpenTelemetry or Prometheus gauges: `make(name)` returns an object with `set(value)`."""
 
     make: Callable[[str], Any]
-    _made: dict[str, Any] = field(default_factory=dict)
+    _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, item: Record | Alert) -> None:
         """Set the gauges to the newest values."""
@@ -106,3 +187,23 @@ class Gauges:
                 if name not in self._made:
                     self._made[name] = self.make(name)
                 self._made[name].set(value)
+
+
+_LEVELS = {"info": "INFO", "warning": "WARN", "alarm": "ERROR"}
+
+
+def _title(alert: Alert) -> str:
+    return f"{alert.code} {alert.severity}"
+
+
+def _image(record: Record) -> Any:
+    """Entropy ratio as grey values 0 to 1, a row per layer."""
+    import torch
+
+    return torch.tensor(heatmap(record, "entropy_ratio")).nan_to_num(nan=0.0).clamp(0.0, 1.0)
+
+
+def _check(holder: Any, method: str, wanted: str) -> None:
+    if not hasattr(holder, method):
+        name = (holder if isinstance(holder, type) else type(holder)).__name__
+        raise TypeError(f"pass {wanted}; got {name}")

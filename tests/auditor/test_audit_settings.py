@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from architectures import ARCHITECTURES
 from mutants import HEALTHY, MUTANTS
 from qknorm.auditor import Report, audit
+from qknorm.ops.products import rounds
+from torch_settings import SWITCHES, default_dtype, precision, switched
 
 FAULTY = next(m for m in MUTANTS if m.name == "split-v_normed_scale_of_hidden")
 
@@ -55,12 +58,9 @@ def audits() -> list[Callable[[], Report]]:
 def test_f1_the_default_dtype_changes_nothing(default: torch.dtype) -> None:
     for run in audits():
         wanted = run()
-        torch.set_default_dtype(default)
-        try:
+        with default_dtype(default):
             found = run()
             assert torch.get_default_dtype() == default
-        finally:
-            torch.set_default_dtype(torch.float32)
         assert_same(found, wanted)
 
 
@@ -99,39 +99,15 @@ class Rounding(TorchFunctionMode):
         return out
 
 
-SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "set_float32_matmul_precision": (
-        lambda: torch.set_float32_matmul_precision("medium"),
-        lambda: torch.get_float32_matmul_precision(),
-    ),
-    "fp32_precision": (
-        lambda: setattr(torch.backends, "fp32_precision", "tf32"),
-        lambda: torch.backends.fp32_precision,
-    ),
-    "mkldnn.matmul": (
-        lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
-        lambda: (torch.backends.mkldnn.matmul.fp32_precision, torch.backends.fp32_precision),
-    ),
-}
-
-
 def test_f2_products_that_may_be_rounded_change_nothing() -> None:
     runs = [audits()[0], audits()[-1]]
     wanted = [run() for run in runs]
     with Rounding():
         assert runs[0]().codes, "the stand-in rounds"
-    for switch, read in SWITCHES.values():
-        switch()
-        try:
-            before = read()
-            with Rounding():
-                found = [run() for run in runs]
-            assert read() == before
-        finally:
-            for backend, op in (("generic", "all"), ("cuda", "matmul"), ("mkldnn", "matmul")):
-                torch._C._set_fp32_precision_setter(backend, op, "none")
-            torch.set_float32_matmul_precision("highest")
-            for backend in ("cuda", "mkldnn"):
-                torch._C._set_fp32_precision_setter(backend, "matmul", "none")
+    for name in SWITCHES:
+        with switched(name), Rounding() if rounds("cpu") else nullcontext():
+            before = precision()
+            found = [run() for run in runs]
+            assert precision() == before
         for one, other in zip(found, wanted, strict=True):
             assert_same(one, other)

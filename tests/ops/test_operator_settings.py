@@ -6,8 +6,7 @@ values are those of the oracle, or those without the setting, bit for bit.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from qknorm.ops.backends import BACKENDS
 from qknorm.ops.backends.call import Case
 from qknorm.ops.backends.cpu_library import LIBRARY, Args
 from qknorm.ops.products import exact_matmul, rounds
+from torch_settings import SWITCHES, default_dtype, precision, switched
 
 AVAILABLE = [
     name
@@ -29,67 +29,6 @@ AVAILABLE = [
     if not BACKENDS[name].refuses(Case(device="cpu", dtype=torch.float32, head_dim=8, value_dim=8))
 ]
 SMALL = Problem(B=2, Hq=2, Hk=1, Tq=9, Tk=11, D=8, Dv=8, R=4, sink="learnable", documents="packed")
-
-
-def _legacy(value: str) -> None:
-    torch.set_float32_matmul_precision(value)
-
-
-def _set(path: str, value: Any) -> Callable[[], None]:
-    def act() -> None:
-        *owners, name = path.split(".")
-        owner: Any = torch.backends
-        for part in owners:
-            owner = getattr(owner, part)
-        setattr(owner, name, value)
-
-    return act
-
-
-SWITCHES: dict[str, Callable[[], None]] = {
-    "legacy high": lambda: _legacy("high"),
-    "legacy medium": lambda: _legacy("medium"),
-    "cuda.matmul.allow_tf32": _set("cuda.matmul.allow_tf32", True),
-    "cuda.matmul tf32": _set("cuda.matmul.fp32_precision", "tf32"),
-    "mkldnn.matmul bf16": _set("mkldnn.matmul.fp32_precision", "bf16"),
-    "mkldnn.matmul tf32": _set("mkldnn.matmul.fp32_precision", "tf32"),
-    "all tf32": _set("fp32_precision", "tf32"),
-}
-_GETTERS = [(b, op) for b in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn", "all")]
-
-
-def precision() -> list[Any]:
-    """Every setting, read in a way that does not raise whatever interface was used."""
-    found: list[Any] = [torch._C._get_fp32_precision_getter("generic", "all")]
-    found += [torch._C._get_fp32_precision_getter(b, op) for b, op in _GETTERS]
-    for read in (torch.get_float32_matmul_precision, lambda: torch.backends.cuda.matmul.allow_tf32):
-        try:
-            found.append(read())
-        except RuntimeError as error:  # the two interfaces were mixed, by the user
-            found.append(str(error)[:40])
-    return found
-
-
-@contextlib.contextmanager
-def switched(name: str) -> Iterator[None]:
-    SWITCHES[name]()
-    try:
-        yield
-    finally:
-        for backend, op in (("generic", "all"), *_GETTERS):
-            torch._C._set_fp32_precision_setter(backend, op, "none")
-        torch.set_float32_matmul_precision("highest")
-        for backend, op in _GETTERS:
-            torch._C._set_fp32_precision_setter(backend, op, "none")
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
