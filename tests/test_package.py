@@ -55,10 +55,12 @@ import importlib, sys
 import torch
 import qknorm as first
 import qknorm.monitor
+import qknorm.nn
 for name in [name for name in sys.modules if name.split(".")[0] == "qknorm"]:
     del sys.modules[name]
 second = importlib.import_module("qknorm")
 importlib.import_module("qknorm.monitor")
+importlib.import_module("qknorm.nn")
 assert second is not first
 q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
 for copy in (first, second):
@@ -66,6 +68,22 @@ for copy in (first, second):
         out, stats = copy.attention(q, k, v, stats=True, backend=backend)
         out.sum().backward()
     copy.logit_stats(q, k)
+
+class Model(torch.nn.Module):
+    def __init__(self, copy):
+        super().__init__()
+        self.own = copy.nn.Attention(copy.nn.AttentionConfig(dim=16, num_heads=2))
+
+    def forward(self, x):
+        q = self.own(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+for copy in (first, second):
+    model = Model(copy)
+    with copy.monitor.Monitor.attach(model, every=1) as monitor:
+        model(torch.randn(1, 5, 16))
+        layers = monitor.step()[0].layers
+    assert sorted((name, layer.rows) for name, layer in layers.items()) == [("", 5), ("own", 5)]
 assert torch.equal(first.attention(q, k, v), second.attention(q, k, v))
 print("both work")
 """

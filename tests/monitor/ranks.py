@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 
-from qknorm import Mask
+from qknorm import Mask, NormDialect
 from qknorm.integrations.session import Session
 from qknorm.integrations.torchtitan import AttentionMetrics
 from qknorm.monitor import Monitor
@@ -297,8 +297,24 @@ def norm_alone(rank: int, world: int) -> dict[str, Any]:
             "note": record.note,
         }
 
+    def freed() -> tuple[str, Tensor, Tensor]:
+        config = AttentionConfig(dim=WIDTH, num_heads=HEADS, norm=NormDialect(offset=1.0))
+        torch.manual_seed(11)
+        layer = Attention(config)
+        nn.init.uniform_(layer.norm.q_gain, 0.5, 2.0)
+        bound = layer.logit_bound()
+        inner = FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
+        wrapped = FullyShardedDataParallel(nn.Sequential(inner), device_id=torch.device("cpu"))
+        wrapped(batch())
+        try:
+            said = str(layer.logit_bound())
+        except ValueError as error:
+            said = str(error)
+        with FullyShardedDataParallel.summon_full_params(wrapped):
+            return said, bound, layer.logit_bound()
+
     pair = dist.device_mesh.init_device_mesh("cpu", (world, 1), mesh_dim_names=("outer", "inner"))
-    found = {}
+    found: dict[str, Any] = {"freed": freed()}
     for name, options in {
         "reference": {"backend": "reference"},
         "stock": {"backend": "stock"},

@@ -126,6 +126,13 @@ def test_f20_a_layer_that_fails_on_one_rank_stops_no_other_rank() -> None:
         assert second["layers"]["one"]["note"] is None
 
 
+def test_f20_a_bound_from_freed_gains_is_refused() -> None:
+    for found in of(2, "norm_alone"):
+        said, before, whole = found["freed"]
+        assert "summon_full_params" in said
+        torch.testing.assert_close(before, whole)
+
+
 @pytest.mark.parametrize("case", ["reference", "stock", "cpu", "token"])
 def test_f36_a_norm_that_is_sharded_by_itself(case: str) -> None:
     for found in of(2, "norm_alone"):

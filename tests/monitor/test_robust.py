@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import io
 import math
 from typing import Any
@@ -10,9 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from made import layer, record
 from qknorm.monitor import Alerts, Monitor, Record
@@ -348,3 +356,74 @@ def test_loading_a_state_drops_what_was_seen_before() -> None:
         monitor.load_state_dict({"step_count": 20, "every": 10})
         module(x)
         assert monitor.step()[0].layers[""].rows == B * T
+
+
+# What stands around a layer ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_f33_selective_checkpointing_saves_what_it_saved_before(kind: str) -> None:
+    """What the monitor multiplies must not be taken for what the layer multiplies."""
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+    def policy(_: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_saved = function in products or "flash" in str(function)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    torch.manual_seed(3)
+    module, x = KINDS[kind](), torch.randn(B, T, C, requires_grad=True)
+
+    def grads() -> list[Tensor]:
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        out = checkpoint(call, module, x, use_reentrant=False, context_fn=contexts)
+        found = torch.autograd.grad(out.square().sum(), [x, *module.parameters()], allow_unused=True)
+        return [out.detach(), *(g for g in found if g is not None)]
+
+    plain = grads()
+    with Monitor.attach(module, every=1) as monitor:
+        watched = grads()
+        (record,) = monitor.step()
+    assert record.layers[""].rows == B * T
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transforms_of_torch_func_go_on(kind: str) -> None:
+    module, x = KINDS[kind](), torch.randn(B, T, C)
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        inputs = (x, x, x) if kind == "multihead" else (x,)
+        out = torch.func.functional_call(module, parameters, inputs)
+        return (out[0] if isinstance(out, tuple) else out).square().mean()
+
+    wanted = (
+        torch.func.grad(loss)(parameters, x),
+        torch.func.vmap(loss, (None, 0))(parameters, x[:, None]),
+    )
+    with Monitor.attach(module, every=1) as monitor:
+        found = [torch.func.grad(loss)(parameters, x)]
+        assert monitor.step()[0].layers[""].rows == B * T
+        found.append(torch.func.vmap(loss, (None, 0))(parameters, x[:, None]))
+        (record,) = monitor.step()
+        assert "vmap" in (record.silent.get("") or record.layers[""].note)
+    for name, gradient in wanted[0].items():
+        torch.testing.assert_close(found[0][name], gradient)
+    torch.testing.assert_close(found[1], wanted[1])
+
+
+def test_f33_lengths_that_change_make_no_more_graphs() -> None:
+    module = Plain()
+    counts, rows = [], []
+    for watched in (False, True):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")
+        with Monitor.attach(module, every=1) if watched else contextlib.nullcontext() as monitor:
+            compiled = torch.compile(module, backend=counter, fullgraph=True)
+            for length in (5, 9, 12, 20):
+                compiled(torch.randn(B, length, C), is_causal=True)
+                if monitor is not None:
+                    rows.append(monitor.step()[0].layers[""].rows)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1]
+    assert rows == [B * length for length in (5, 9, 12, 20)]

@@ -42,7 +42,7 @@ class Teller:
 
     def refuse(self, why: str) -> None:
         """The call cannot be measured."""
-        torch.ops.qknorm.monitor_refuse(TOKEN, self.handle, why)
+        torch.ops.qknorm.monitor_note(TOKEN, self.handle, why)
 
     def observe(
         self,
@@ -76,7 +76,7 @@ class Teller:
                 mask = mask(*(torch.arange(x.shape[2], device=q.device) for x in (q, k)))
         call = (q.detach(), k.detach(), mask, documents, sink, causal, window, scale, softcap)
         if score_mod is None and (mask is None or isinstance(mask, Tensor)):
-            torch.ops.qknorm.monitor_observe(TOKEN, self.handle, *call, cross)
+            torch.ops.qknorm.monitor_measure(TOKEN, self.handle, *call, cross)
         else:
             operators.tell(self.handle, "measure", *call, cross, score_mod)
 
@@ -230,7 +230,7 @@ class Layer(Watcher, Teller):
 
 
 def _add_fused(layer: Teller, q: Tensor, k: Tensor, stats: Stats, scale: float | None) -> None:
-    torch.ops.qknorm.monitor_add(
+    torch.ops.qknorm.monitor_take(
         TOKEN,
         layer.handle,
         q.detach(),

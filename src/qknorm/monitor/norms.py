@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,27 @@ from qknorm.nn import QKNorm
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
+class Gains(NamedTuple):
+    """What a norm answered: |gain| of q and of k, of which the last axis is that of the statistic, and
+    whether it also adds a bias, bool `[]`."""
+
+    of_q: Tensor
+    of_k: Tensor
+    is_shifted: Tensor
+
+
 class Norm(Watcher):
     """A module that normalises q, k or both.
 
     Attributes:
-        gains: |gain| in the shape of its weight for each of them, and whether it also adds a bias, by
-            phase; None if it did not answer.
+        gains: by phase; None if it did not answer.
         trouble: why it did not.
     """
 
     def __init__(self, module: nn.Module, switch: Switch) -> None:
         super().__init__(module, switch)
         self.around = _ask_and_run
-        self.gains: dict[str, tuple[list[Tensor], Tensor | None] | None] = {}
+        self.gains: dict[str, Gains | None] = {}
         self.trouble: str | None = None
 
     def attempt(self, work: Callable[..., None], *args: Any) -> None:
@@ -81,21 +89,20 @@ class Norms:
         """Largest |gain| of q and of k, and the largest |logit| that they allow under any rotation, -inf
         if that is not known: `[3]`, fp32. None if the gains are not known."""
         answers = [[norm.gains.get(phase) for norm in side] for side in (self.q, self.k)]
-        if any(answer is None for side in answers for answer in side):
+        found = [[answer for answer in side if answer is not None] for side in answers]
+        if any(len(some) < len(side) for some, side in zip(found, answers, strict=True)):
             return None
-        shifts: list[Tensor] = []
-        sides: list[Tensor] = []
-        for which, side in enumerate(answers):
-            found = [answer for answer in side if answer is not None]
-            gains = [gain[which if len(gain) > 1 else 0] for gain, _ in found]
-            sides.append(gains[0] if len(gains) == 1 else torch.stack(gains))
-            shifts += [shift for _, shift in found if shift is not None]
+        sides = [_joined([answer.of_q for answer in found[0]]), _joined([a.of_k for a in found[1]])]
         sides[1] = sides[1].to(sides[0].device)
         q, k = (_reach(g, n, width) for g, n in zip(sides, (heads, kv_heads), strict=True))
         bound = abs(scale) * (q * k.repeat_interleave(len(q) // len(k))).amax()
-        for shift in shifts:
-            bound = torch.where(shift, -torch.inf, bound)
+        for answer in (*found[0], *found[1]):
+            bound = torch.where(answer.is_shifted, -torch.inf, bound)
         return torch.stack([*(gain.amax() for gain in sides), bound])
+
+
+def _joined(gains: list[Tensor]) -> Tensor:
+    return gains[0] if len(gains) == 1 else torch.stack(gains)
 
 
 def _reach(gain: Tensor, heads: int, width: int) -> Tensor:
@@ -164,30 +171,31 @@ def _bare(module: nn.Module) -> nn.Module:
     return module
 
 
-def _gains(norm: nn.Module) -> tuple[list[Tensor], Tensor | None]:
-    if isinstance(norm, QKNorm):
-        is_full = norm.dialect.statistic == "full"
-        gains = [g.detach().abs().float() for g in norm.effective_gains()]
-        return [g.flatten() if is_full else g for g in gains], None
-    return _probe(norm)
+def _gains(norm: nn.Module) -> Gains:
+    if not isinstance(norm, QKNorm):
+        return _probed(norm)
+    of_q, of_k = (g.detach().abs().float() for g in norm.effective_gains())
+    if norm.dialect.statistic == "full":
+        of_q, of_k = of_q.flatten(), of_k.flatten()
+    return Gains(of_q, of_k, of_q.new_zeros((), dtype=torch.bool))
 
 
-def _probe(norm: nn.Module) -> tuple[list[Tensor], Tensor | None]:
+def _probed(norm: nn.Module) -> Gains:
     """The norm is asked for the answer to a large vector of mean 0, beside which its eps is nothing, and
     to the opposite vector, which tells gain from bias."""
     weight = _weight(norm)
     x = torch.ones(weight.shape, dtype=torch.float32, device=weight.device)
     x[..., 1::2] = -1.0
     if x.shape[-1] % 2:
-        x[..., -3:] = torch.tensor([1.0, 1.0, -2.0])
+        x[..., -3:] = torch.tensor([1.0, 1.0, -2.0], dtype=torch.float32)
     unit = x.abs() / x.square().mean(-1, keepdim=True).sqrt()
     x = (x * 2.0**7).to(weight.dtype)  # fp16 holds its square
     with torch.autocast(weight.device.type, enabled=False):
         plus, minus = (norm.forward(v[None])[0].float() for v in (x, -x))
     if plus.shape != weight.shape:
         raise ValueError(f"a vector of shape {tuple(weight.shape)} comes out as {tuple(plus.shape)}")
-    shifts = (plus + minus).abs().amax() > 1e-6 * plus.abs().amax()
-    return [((plus - minus) / 2).abs() / unit], shifts
+    gain = ((plus - minus) / 2).abs() / unit
+    return Gains(gain, gain, (plus + minus).abs().amax() > 1e-6 * plus.abs().amax())
 
 
 def _weight(norm: nn.Module) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,11 +24,19 @@ from qknorm.ops import registry
 with torch.inference_mode(False):
     TOKEN = torch.zeros(1, dtype=torch.int64, device="cpu")
 
-# What is watched, by number. In torch's namespace: a second copy of this package finds the operators of
-# the first, which have to find what the second watches.
+
+class _Running(threading.local):
+    """The watched modules whose forwards run, innermost last; None where calls are nobody's."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+
+
+# What is watched, by number, and what runs. In torch's namespace: a second copy of this package finds
+# the operators of the first, which have to find what the second watches.
 _WATCHED: WeakValueDictionary[int, Any]
-_WATCHED, _NUMBERS = vars(torch.ops.qknorm).setdefault(
-    "monitor_watched", (WeakValueDictionary(), itertools.count())
+_WATCHED, _NUMBERS, _RUNNING = vars(torch.ops.qknorm).setdefault(
+    "monitor_state", (WeakValueDictionary(), itertools.count(), _Running())
 )
 
 
@@ -37,16 +46,6 @@ def handle_of(watched: object) -> Tensor:
     _WATCHED[number] = watched
     with torch.inference_mode(False):
         return torch.tensor([number], dtype=torch.int64, device="cpu")
-
-
-class _Running(threading.local):
-    """The watched modules whose forwards run, innermost last; None where calls are nobody's."""
-
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-
-
-_RUNNING = _Running()
 
 
 def is_running() -> bool:
@@ -88,53 +87,38 @@ def tell(handle: Tensor | None, method: str, *args: Any) -> None:
         watched.attempt(getattr(watched, method), *args)
 
 
-def _observe(token: Tensor, layer: Tensor | None, *args: Any) -> None:
-    tell(layer, "measure", *args)
-
-
-def _add(token: Tensor, layer: Tensor, *args: Any) -> None:
-    tell(layer, "take", *args)
-
-
-def _ask(token: Tensor, norm: Tensor) -> None:
-    tell(norm, "ask")
-
-
-def _refuse(token: Tensor, layer: Tensor | None, why: str) -> None:
-    tell(layer, "note", why)
-
-
-def _refuse_vmap(info: Any, in_dims: Any, token: Tensor, layer: Tensor | None = None, *_: Any) -> Any:
-    tell(layer, "note", "calls under torch.vmap are not measured")
+def _refuse_vmap(info: Any, in_dims: Any, token: Tensor, handle: Tensor | None = None, *_: Any) -> Any:
+    tell(handle, "note", "calls under torch.vmap are not measured")
     return None, None
 
 
-for _name, _arguments, _kernel in (
-    ("enter", "Tensor? layer", lambda _, layer: enter(layer)),
-    ("leave", "", lambda _: leave()),
-    (
-        "observe",
-        "Tensor? layer, Tensor q, Tensor k, Tensor? mask, Tensor? documents, Tensor? sink, bool causal, "
-        "int? window, float? scale, float? softcap, bool cross",
-        _observe,
-    ),
-    (
-        "add",
-        "Tensor layer, Tensor q, Tensor k, float? scale, Tensor max_logit, Tensor entropy_sum, "
-        "Tensor ratio_sum, Tensor sink_sum, Tensor row_count, Tensor ratio_count",
-        _add,
-    ),
-    ("ask", "Tensor norm", _ask),
-    ("refuse", "Tensor? layer, str why", _refuse),
-):
+def _define(name: str, arguments: str, kernel: Callable[..., None]) -> None:
     registry.define(
-        f"monitor_{_name}",
-        f"(Tensor(a!) token{', ' * bool(_arguments)}{_arguments}) -> ()",
+        f"monitor_{name}",
+        f"(Tensor(a!) token{arguments}) -> ()",
         fake=lambda *_: None,
         vmap=_refuse_vmap,
         # In a CUDA graph they would run once, while it is recorded.
         tags=(torch.Tag.cudagraph_unsafe,),
         # Where a compiler leaves a frame to Python it still looks into those that it calls, even these.
         # torch.compiler.disable does the same, but loads the compiler now.
-        CompositeExplicitAutograd=_disable_dynamo(_kernel),
+        CompositeExplicitAutograd=_disable_dynamo(kernel),
+    )
+
+
+_define("enter", ", Tensor? layer", lambda _, layer: enter(layer))
+_define("leave", "", lambda _: leave())
+# Each is a method of what the handle stands for.
+for _method, _arguments in {
+    "measure": "Tensor? layer, Tensor q, Tensor k, Tensor? mask, Tensor? documents, Tensor? sink, "
+    "bool causal, int? window, float? scale, float? softcap, bool cross",
+    "take": "Tensor layer, Tensor q, Tensor k, float? scale, Tensor max_logit, Tensor entropy_sum, "
+    "Tensor ratio_sum, Tensor sink_sum, Tensor row_count, Tensor ratio_count",
+    "ask": "Tensor norm",
+    "note": "Tensor? layer, str why",
+}.items():
+    _define(
+        _method,
+        f", {_arguments}",
+        lambda _, handle, *args, method=_method: tell(handle, method, *args),
     )

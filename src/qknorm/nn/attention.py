@@ -175,6 +175,10 @@ class Attention(MarkedModule):
             rotary_dim, layout: what is known of the rotation where there is no table; `rotary_dim=0`
                 says that the layer does not rotate.
             dtype: what q and k are rounded to.
+
+        Gains that FSDP2 has sharded are gathered, for which every rank has to come here.
+
+        Raises ValueError if FSDP of the first generation has freed the gains.
         """
         c, norm = self.config, self.norm
         if norm is None:
@@ -183,7 +187,7 @@ class Attention(MarkedModule):
             # The norm sees an arbitrary direction, and only its gains multiply each other.
             rope, rotary_dim, layout = None, 0, None
         bound = ops.logit_bound(
-            *norm(),
+            *_whole_gains(norm),
             scale=c.scale,
             rope=rope,
             rotary_dim=rotary_dim,
@@ -277,6 +281,18 @@ class Attention(MarkedModule):
             return serve()
         with cache.adding(k_hat, v):
             return serve()
+
+
+def _whole_gains(norm: QKNorm) -> list[Tensor]:
+    """Effective gains outside of the forward, where a wrapper may have sharded or freed them."""
+    for stored in (norm.q_gain, norm.k_gain):
+        if stored is not None and stored.untyped_storage().size() == 0:
+            raise ValueError(
+                "the gains are freed outside of the forward: ask inside FullyShardedDataParallel's "
+                "summon_full_params"
+            )
+    with torch.no_grad():
+        return [getattr(gain, "full_tensor", lambda g=gain: g)() for gain in norm.effective_gains()]
 
 
 def _table(rope: RotaryEmbedding | Rope | None, tokens: int, cached: int) -> Rope | None:
