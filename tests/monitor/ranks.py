@@ -266,6 +266,11 @@ def broken_on_one_rank(rank: int, world: int) -> list[Any]:
                 monitor.layers["one"].heads = None  # type: ignore[assignment]
             found += [record.to_json() for record in monitor.step()]
             monitor.layers["one"].heads = 1
+        model["one"](10.0 + rank)
+        model["other"](20.0 + rank)
+        if rank == 1:  # what is packed between two collectives
+            monitor.layers["one"].buffers["train"] = torch.ones(1, 1, dtype=torch.float64)
+        found += [record.to_json() for record in monitor.step()]
     return found
 
 

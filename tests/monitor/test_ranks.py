@@ -118,12 +118,14 @@ def test_f63_no_way_out_waits_for_another_rank() -> None:
 
 
 def test_f20_a_layer_that_fails_on_one_rank_stops_no_other_rank() -> None:
-    for rank, (first, second) in enumerate(of(2, "broken_on_one_rank")):
+    for rank, (first, second, third) in enumerate(of(2, "broken_on_one_rank")):
         assert first["layers"]["other"]["max_logit"] == [21.0]
         assert first["layers"]["one"]["max_logit"] == [10.0]
         assert bool(first["layers"]["one"]["note"]) == (rank == 1)
         assert second["layers"]["one"]["max_logit"] == [11.0]
         assert second["layers"]["one"]["note"] is None
+        assert third["layers"]["one"]["max_logit"] == [10.0]
+        assert third["layers"]["other"]["max_logit"] == [21.0]
 
 
 def test_f20_a_bound_from_freed_gains_is_refused() -> None:

@@ -248,6 +248,21 @@ def test_a_forward_that_somebody_put_over_ours_survives_detach() -> None:
     monitor.detach()
 
 
+@pytest.mark.parametrize("kind", ["sdpa", "multihead"])
+def test_a_forward_that_a_module_had_of_its_own_is_watched_and_given_back(kind: str) -> None:
+    """As accelerate and others set it: it calls what the class had before we came."""
+    module, x = KINDS[kind](), torch.randn(B, T, C)
+    of_class = module.forward
+    module.forward = mine = lambda *args: of_class(*args)  # type: ignore[method-assign]
+    expected = call(module, x)
+    with Monitor.attach(module, every=1) as monitor:
+        assert torch.equal(call(module, x), expected)
+        assert monitor.step()[0].layers[""].rows == B * T
+        assert copy.deepcopy(module).__dict__["forward"] is mine
+    assert module.forward is mine
+    assert torch.equal(call(module, x), expected)
+
+
 def test_buffers_made_in_inference_mode_serve_training() -> None:
     module, x = Plain(), torch.randn(B, T, C)
     with torch.inference_mode():

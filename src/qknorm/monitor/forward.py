@@ -32,7 +32,8 @@ class Switch:
 
 
 class Watcher:
-    """Of one module. Traced code reads `switch`, `handle` and `around`, and writes nothing.
+    """Of one module. Traced code reads `switch`, `handle` and `around`, and writes nothing; operators
+    call its methods through `attempt(method, *args)`, which raises no error.
 
     Attributes:
         module: what is watched.
@@ -53,10 +54,6 @@ class Watcher:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-    def attempt(self, work: Callable[..., None], *args: Any) -> None:
-        """Call one of its methods for an operator."""
-        work(*args)
 
 
 def watch(watcher: Watcher) -> Callable[[], None]:

@@ -7,6 +7,7 @@ agree on the layout; then the values follow.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qknorm.monitor.fields import FIELD, FIELDS
+
+LOG = logging.getLogger("qknorm")
 
 FIRST_OF_K = FIELD["k_rms"]
 FACTS = 4
@@ -137,13 +140,11 @@ class Reducer:
             total = torch.zeros(len(FIELDS), place.heads, dtype=wide, device=device)
             total[0] = -torch.inf
             facts = torch.full((FACTS,), -torch.inf, dtype=wide, device=device)
-            part = parts.get(key)
-            if part is not None:
-                q, heads, k, kv_heads, _ = part.place
-                buffer = part.buffer.to(device, wide)
-                total[:FIRST_OF_K, q : q + heads] = buffer[:FIRST_OF_K]
-                total[FIRST_OF_K:, k : k + kv_heads] = buffer[FIRST_OF_K:, :kv_heads]
-                facts = part.facts.to(device, wide)
+            if key in parts:
+                try:
+                    total, facts = _placed(parts[key], total, facts)
+                except Exception:  # the other ranks wait for what follows
+                    LOG.exception("%s is left out of the step", key.layer)
             maxima += [total[0], facts]
             sums.append(total[1:].flatten())
         empty = [torch.zeros(0, dtype=wide, device=device)]
@@ -160,3 +161,12 @@ class Reducer:
             top, facts, maxima = maxima.tensor_split((H, H + FACTS))
             found, sums = sums.tensor_split((H * rest,))
             yield key, Part(buffer=torch.cat((top[None], found.view(rest, H))), facts=facts, place=place)
+
+
+def _placed(part: Part, total: Tensor, facts: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of a part among those of all heads."""
+    q, heads, k, kv_heads, _ = part.place
+    buffer, total = part.buffer.to(total), total.clone()
+    total[:FIRST_OF_K, q : q + heads] = buffer[:FIRST_OF_K]
+    total[FIRST_OF_K:, k : k + kv_heads] = buffer[FIRST_OF_K:, :kv_heads]
+    return total, part.facts.to(facts)
