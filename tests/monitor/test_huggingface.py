@@ -16,6 +16,8 @@ from models import FAMILIES, PAIRS, WIDTH, B, D, Layout, T, arguments, layout
 from qknorm.monitor import Monitor, Record
 
 CASES = [(name, how, kind) for name, how in PAIRS for kind in FAMILIES[name].layouts]
+# Attention that is written out by hand, here in a tokenizer of images: not measured, but named.
+BESIDE = {"chameleon": {"vqmodel.encoder.mid.attn_1"}}
 NORMED = [(name, how) for name, how in PAIRS if FAMILIES[name].norms]
 
 
@@ -34,7 +36,7 @@ def test_every_field_equals_the_dense_definition(name: str, how: str, kind: str)
     assert list(calls) == family.layers
     record = observe(model, inputs)
     assert list(record.layers) == family.layers
-    assert record.silent == {}
+    assert record.silent.keys() == BESIDE.get(name, set())
     assert record.phase == "eval"
     for i, path in enumerate(family.layers):
         wanted = truth(calls[path], family, i, [batch])
