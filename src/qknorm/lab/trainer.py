@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -157,6 +158,9 @@ class Trainer:
         self.losses: list[float] = []
         self.failure: str | None = None
         self.monitor = Monitor.attach(self.model, every=c.stats_every) if c.stats_every else None
+        if self.monitor is not None:
+            # However a run ends, its watching ends with it.
+            weakref.finalize(self, self.monitor.detach).atexit = False
         self._begin(after=0)
 
     def _begin(self, *, after: int) -> None:
