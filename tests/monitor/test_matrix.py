@@ -112,6 +112,6 @@ def test_f34_twelve_layers_compiled_one_by_one_are_one_compilation(kind: str) ->
 
 def test_f33_in_the_default_compiler() -> None:
     """Which fuses and reorders: a layer is still announced before it is called."""
-    found = matrix.train("sdpa", "checkpoint", "alone", every=1, backend="inductor")
+    found = matrix.train("sdpa", "blocks", "alone", every=1, backend="inductor")
     assert found["graphs"] == 1
     assert_right(found["records"], "sdpa")
