@@ -116,7 +116,7 @@ def test_clipping_limits_the_step_and_the_log_shows_the_norm_before_it(config, m
     assert norms[0] == pytest.approx(records[0]["grad_norm"], rel=1e-5)
     assert norms[1] == pytest.approx(1e-3, rel=1e-3)
     for trainer in (loose, tight):
-        trainer.monitor.detach()
+        trainer.close()
 
 
 def test_z_loss_is_the_mean_squared_log_of_the_denominator_and_not_in_the_logged_loss(
@@ -143,7 +143,7 @@ def test_z_loss_is_the_mean_squared_log_of_the_denominator_and_not_in_the_logged
     for name, grad in expected.items():
         assert torch.allclose(found[name], grad, rtol=1e-4, atol=1e-6), name
     for trainer in (with_z, without):
-        trainer.monitor.detach()
+        trainer.close()
 
 
 def test_the_loss_is_cross_entropy_in_nats_per_token(config):

@@ -10,7 +10,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -159,7 +159,7 @@ class Trainer:
         self.failure: str | None = None
         self.monitor = Monitor.attach(self.model, every=c.stats_every) if c.stats_every else None
         if self.monitor is not None:
-            # However a run ends, its watching ends with it.
+            # The watching ends with the trainer, also where nobody closes it.
             weakref.finalize(self, self.monitor.detach).atexit = False
         self._begin(after=0)
 
@@ -168,6 +168,11 @@ class Trainer:
         self.step = after
         if self.monitor is not None:
             self.monitor.load_state_dict({"step_count": after + 1})
+
+    def close(self) -> None:
+        """End the watching of the model."""
+        if self.monitor is not None:
+            self.monitor.detach()
 
     def train_step(self) -> list[Item]:
         """One optimizer step; returns what the monitor saw of it, and last a line of its own.
@@ -214,8 +219,7 @@ class Trainer:
     def evaluate(self) -> tuple[float, Record]:
         """Held-out loss, and the record of the attention. The watching of the training ends."""
         c = self.config
-        if self.monitor is not None:
-            self.monitor.detach()
+        self.close()
         total, tokens = 0.0, 0
         self.model.eval()
         with Monitor.attach(self.model, every=1) as monitor:
@@ -352,13 +356,18 @@ def train(
         files.refuse_if_taken(folder, files.RUN_FILES, "the run")
     if config.tensorboard:
         summary_writer()
-    trainer = Trainer(config)
-    if state is not None:
-        trainer.restore(state)
+    with closing(Trainer(config)) as trainer:
+        if state is not None:
+            trainer.restore(state)
+        return _train(trainer, folder, is_resumed=state is not None, on_item=on_item)
+
+
+def _train(trainer: Trainer, folder: Path, *, is_resumed: bool, on_item: OnItem) -> Outcome:
+    config = trainer.config
     run = RunFolder(
         folder,
         asdict(config),
-        resume_after=None if state is None else trainer.step,
+        resume_after=trainer.step if is_resumed else None,
         tensorboard=config.tensorboard,
         on_item=on_item,
     )
