@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -147,3 +148,30 @@ def formula_of(report, layer=0):
 
 def codes_of(report):
     return {one.code for one in report.findings}
+
+
+H, D = 2, 8
+
+
+def gains():
+    return uneven(H, D), uneven(H, D)
+
+
+def of(make, layers=2, **options):
+    return Model(lambda: make(H, D, normed, gains=gains(), **options), layers=layers)
+
+
+def assert_sound(report, layers=("layers.0", "layers.1")):
+    assert not report.codes, report.findings
+    assert list(report.formulas) == list(layers), report.not_probed
+    assert not report.not_probed
+    assert f"{len(layers)} of {len(layers)} attentions" in report.exercised[0]
+
+
+def hugging_face(**options):
+    transformers = pytest.importorskip("transformers", reason="needs qknorm[transformers]")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    small = {"initializer_range": 0.3, "max_position_embeddings": 256}
+    torch.manual_seed(0)
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes | heads | small | options))

@@ -1,5 +1,5 @@
 """Models that an auditor must survive, and what it must read in them: layers that raise, frozen weights,
-wrappers, writing in place, shared keys, packed gains, long windows. F numbers are those of the faults.
+writing in place, shared keys, packed gains, long windows. F numbers are those of the faults.
 
 Shapes: B batch, T tokens, H heads, D head width.
 """
@@ -10,15 +10,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from audited import (
+    D,
+    H,
     Layer,
     Model,
+    assert_sound,
     causal,
     codes_of,
     eager,
     formula_of,
+    gains,
     grouped,
+    hugging_face,
     model_of,
     normed,
+    of,
     only,
     rms,
     sdpa,
@@ -26,24 +32,6 @@ from audited import (
     uneven,
 )
 from qknorm.auditor import audit
-
-H, D = 2, 8
-
-
-def gains():
-    return uneven(H, D), uneven(H, D)
-
-
-def of(make, layers=2, **options):
-    return Model(lambda: make(H, D, normed, gains=gains(), **options), layers=layers)
-
-
-def assert_sound(report, layers=("layers.0", "layers.1")):
-    assert not report.codes, report.findings
-    assert list(report.formulas) == list(layers), report.not_probed
-    assert not report.not_probed
-    assert f"{len(layers)} of {len(layers)} attentions" in report.exercised[0]
-
 
 # F40: what raises -------------------------------------------------------------------------------------
 
@@ -178,135 +166,6 @@ def test_f44_what_is_large_for_a_small_layer_is_small_for_another():
     assert only(report_of(0.3), "QK007")[0].evidence["share"] > 0.02
 
 
-# F45: wrappers ----------------------------------------------------------------------------------------
-
-
-class Anything(nn.Module):
-    """Takes whatever what it holds does."""
-
-    def __init__(self, inner, *, named=True):
-        super().__init__()
-        self.inner = inner
-        if not named:
-            self.forward = lambda *args: self.inner(*args)
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-
-class Positional(nn.Module):
-    """Does not say what its arguments are called, and has more than one child."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.other = model, nn.Identity()
-
-    def forward(self, tokens, /):
-        return self.other(self.model(tokens))
-
-
-@pytest.mark.parametrize("wrap", ["any", "twice", "args", "positional", "star", "data parallel"])
-def test_f45_a_wrapper_is_audited(wrap):
-    model = of(Layer)
-    names = ["layers.0", "layers.1"]
-    if wrap == "data parallel":
-        made = nn.DataParallel(model)
-    elif wrap == "positional":
-        made = Positional(model)
-        names = [f"model.{name}" for name in names]
-    else:
-        made = Anything(model, named=wrap != "args")
-        made = Anything(made) if wrap == "twice" else made
-        names = [("inner.inner." if wrap == "twice" else "inner.") + name for name in names]
-        if wrap == "star":
-            made.other = nn.Identity()  # nothing tells which child has the names
-    assert_sound(audit(made, tokens()), names)
-    model.layers[1].value = rms
-    assert only(audit(made, tokens()), "QK003")[0].layer == names[1]
-    if wrap in ("any", "data parallel"):
-        assert only(audit(made, {"tokens": tokens()}), "QK003")[0].layer == names[1]
-
-
-def test_f45_ddp_is_audited_and_trains_on(tmp_path):
-    from torch import distributed
-
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(of(Layer))
-        assert_sound(audit(model, tokens()))
-        for _ in range(2):  # an audit that left gradients half reduced would end this
-            model(tokens()).sum().backward()
-        model.module.layers[0].value = rms
-        assert only(audit(model, tokens()), "QK003")[0].layer == "layers.0"
-    finally:
-        distributed.destroy_process_group()
-
-
-def hugging_face(**options):
-    transformers = pytest.importorskip("transformers", reason="needs qknorm[transformers]")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    small = {"initializer_range": 0.3, "max_position_embeddings": 256}
-    torch.manual_seed(0)
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes | heads | small | options))
-
-
-def test_f45_a_hugging_face_model_in_a_wrapper_or_with_inputs_of_its_own():
-    model = hugging_face()
-    ids = torch.randint(5, 64, (2, 12))
-    for made, inputs in ((Anything(model), None), (Anything(model), ids), (model, ids), (model, (ids,))):
-        report = audit(made, inputs)
-        prefix = "" if made is model else "inner."
-        assert_sound(report, [f"{prefix}model.layers.{n}.self_attn" for n in range(2)])
-        paths = next(text for text in report.exercised if text.startswith("paths"))
-        assert {"eager", "sdpa", "decode"} == set(paths.removeprefix("paths: ").split(", "))
-
-
-class LoRA(nn.Module):
-    """Beside a frozen projection, as PEFT has it."""
-
-    def __init__(self, base, *, is_new, scale):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Linear(base.in_features, 3, bias=False)
-        self.b = nn.Linear(3, base.out_features, bias=False)
-        self.scale = scale
-        if is_new:
-            nn.init.zeros_(self.b.weight)
-
-    def forward(self, x):
-        return self.base(x) + self.scale * self.b(self.a(x))
-
-
-@pytest.mark.parametrize("scale", [0.5, 4.0])
-@pytest.mark.parametrize("is_new", [True, False])
-def test_f45_projections_with_adapters(is_new, scale):
-    model = model_of(normed, layers=2)
-    for layer in model.layers:
-        for side in "qv":
-            setattr(layer, side, LoRA(getattr(layer, side), is_new=is_new, scale=scale))
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    report = audit(model, tokens(), trained=True)
-    assert_sound(report)
-    assert formula_of(report).eps == pytest.approx(1e-6, rel=0.05)
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    (layer, _) = model.layers
-    wanted = layer.q_gain.detach().double()
-    torch.testing.assert_close(formula_of(report).q_gain_values, wanted, atol=1e-3, rtol=0)
-    # An adapter that is not called at all is still found.
-    model.layers[1].k.idle = nn.Linear(3, 3)
-    assert only(audit(model, tokens()), "QK009")[0].layer == "layers.1"
-
-
-def test_f45_a_last_projection_that_begins_at_0_lets_the_others_do_something():
-    model = of(Layer)
-    for layer in model.layers:
-        nn.init.zeros_(layer.out.weight)
-    assert_sound(audit(model, tokens()))
-    assert not any(bool(layer.out.weight.any()) for layer in model.layers)
-
-
 # F52: frozen ------------------------------------------------------------------------------------------
 
 
@@ -437,9 +296,10 @@ def test_f54_each_attention_has_a_path_of_its_own():
     assert_sound(audit(again, tokens()), ["layers.0", "layers.0 #2"])
 
 
-def test_f53_gemma_3n():
+def gemma(name, **options):
+    """What an audit says of a small text model of a Gemma whose last two layers share keys."""
     transformers = pytest.importorskip("transformers", reason="needs qknorm[transformers]")
-    config = transformers.Gemma3nTextConfig(
+    config = getattr(transformers, f"{name}TextConfig")(
         hidden_size=48,
         intermediate_size=32,
         num_hidden_layers=4,
@@ -449,45 +309,29 @@ def test_f53_gemma_3n():
         num_kv_shared_layers=2,
         layer_types=["sliding_attention", "full_attention"] * 2,
         sliding_window=5,
-        laurel_rank=4,
         hidden_size_per_layer_input=8,
         vocab_size=97,
         vocab_size_per_layer_input=97,
         initializer_range=0.15,
         pad_token_id=0,
+        **options,
     )
     torch.manual_seed(0)
-    report = audit(transformers.Gemma3nForCausalLM(config))
+    report = audit(getattr(transformers, f"{name}ForCausalLM")(config))
     assert list(report.formulas) == [f"model.layers.{n}.self_attn" for n in range(4)]
-    # Two products in a row that mix its streams are no attention.
     assert "4 of 4 attentions asked for their formula" in report.exercised
+    return report
+
+
+def test_f53_gemma_3n():
+    report = gemma("Gemma3n", laurel_rank=4)
+    # Two products in a row that mix its streams are no attention.
     assert not report.not_probed
     assert report.codes == {"QK003"}
 
 
 def test_f54_gemma_4_whose_last_layers_share_keys():
-    transformers = pytest.importorskip("transformers", reason="needs qknorm[transformers]")
-    config = transformers.Gemma4TextConfig(
-        hidden_size=48,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        global_head_dim=16,
-        num_kv_shared_layers=2,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        sliding_window=5,
-        hidden_size_per_layer_input=8,
-        vocab_size=97,
-        vocab_size_per_layer_input=97,
-        initializer_range=0.15,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    report = audit(transformers.Gemma4ForCausalLM(config))
-    assert list(report.formulas) == [f"model.layers.{n}.self_attn" for n in range(4)]
-    assert "4 of 4 attentions asked for their formula" in report.exercised
+    report = gemma("Gemma4", global_head_dim=16)
     assert [formula.window for formula in report.formulas.values()] == [5, None, 5, None]
     assert not codes_of(report) & {"QK009", "QK015", "QK016"}
 
