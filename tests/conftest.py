@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from torch_settings import precision
+
 # Triton decides when it is imported whether its kernels are compiled or interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -79,6 +81,18 @@ def nothing_stays_watched() -> Iterator[None]:
     before = watched()
     yield
     assert watched() <= before, "a monitor is still attached: detach it"
+
+
+@pytest.fixture(autouse=True)
+def settings_are_as_they_were() -> Iterator[None]:
+    """A setting of torch that a test leaves behind would be met by the tests that follow."""
+
+    def found() -> tuple[Any, ...]:
+        return *precision(), torch.get_default_dtype(), torch.get_num_threads()
+
+    before = found()
+    yield
+    assert found() == before, "a setting of torch was left changed: undo it in the test"
 
 
 @pytest.fixture(autouse=True)

@@ -48,17 +48,21 @@ def precision() -> list[Any]:
     return found
 
 
+def _saved() -> dict[tuple[str, str], str]:
+    return {key: torch._C._get_fp32_precision_getter(*key) for key in (("generic", "all"), *_GETTERS)}
+
+
 @contextlib.contextmanager
 def switched(name: str) -> Iterator[None]:
+    before = _saved()
     SWITCHES[name]()
     try:
         yield
     finally:
-        for backend, op in (("generic", "all"), *_GETTERS):
-            torch._C._set_fp32_precision_setter(backend, op, "none")
+        # The old interface writes into the new one's settings, so it goes first.
         torch.set_float32_matmul_precision("highest")
-        for backend, op in _GETTERS:
-            torch._C._set_fp32_precision_setter(backend, op, "none")
+        for (backend, op), value in before.items():
+            torch._C._set_fp32_precision_setter(backend, op, value)
 
 
 @contextlib.contextmanager
