@@ -4,13 +4,19 @@ BIN := .venv/bin
 # Two test processes with two threads each would spin against each other.
 TEST_JOBS ?= 2
 
-.PHONY: demo test lint sanitize wheel clean
+.PHONY: demo test test-wide test-all lint sanitize wheel clean
 
 demo: .venv/ready
 	$(BIN)/qknorm compare runs/demo --arm none --arm qk --lr 3e-2 --overwrite
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_JOBS)
+
+# The rest: large grids of which `make test` runs the corners.
+test-wide: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_JOBS) --dist loadgroup -m wide
+
+test-all: test test-wide
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -7,7 +7,6 @@ batches; what is returned is compared by the tests.
 from __future__ import annotations
 
 import os
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -233,18 +231,3 @@ def run_cells(rank: int, world: int, cells: list[tuple[str, str, str]], folder: 
     torch.save(found, Path(folder) / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def main() -> None:
-    """All cells: graphs without and with the monitor, and whether all bits are equal."""
-    cells = [(kind, way, wrapper) for wrapper in WRAPPERS for kind in KINDS for way in WAYS]
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_cells, (2, cells, folder), nprocs=2)
-        for rank in range(2):
-            for one, found in torch.load(Path(folder) / f"rank{rank}.pt").items():
-                what = "torch refuses" if "refused" in found else (found["graphs"], found["is_equal"])
-                print(rank, *one, what)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,10 @@ its numbers are those of one process without a compiler."""
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch.multiprocessing as mp
 import matrix
 
 WORLD = 2
-# What differs most, in two minutes; `python tests/monitor/matrix.py` runs every cell, in half an hour.
+# What differs most. Every other cell is run by `make test-wide`, in three minutes more.
 ALONE = [
     *((kind, "eager") for kind in matrix.KINDS),
     *((kind, way) for kind in ("sdpa", "own") for way in ("checkpoint", "blocks")),
@@ -26,15 +28,22 @@ ALONE = [
     ("qwen3", "blocks"),
 ]
 CELLS = [(kind, "eager", wrapper) for kind in matrix.KINDS for wrapper in matrix.WRAPPERS] + [
-    (kind, way, wrapper)
-    for kind, way, wrapper in (
-        ("sdpa", "checkpoint", "ddp"),
-        ("own", "blocks", "ddp"),
-        ("multihead", "blocks", "fsdp1_orig"),
-        ("sdpa", "checkpoint", "fsdp2"),
-        ("own", "blocks", "fsdp2"),
-    )
+    ("sdpa", "checkpoint", "ddp"),
+    ("own", "blocks", "ddp"),
+    ("multihead", "blocks", "fsdp1_orig"),
+    ("sdpa", "checkpoint", "fsdp2"),
+    ("own", "blocks", "fsdp2"),
 ]
+
+
+def and_the_rest(some: list[Any], every: Iterable[Any]) -> list[Any]:
+    """Those, and all others as wide tests."""
+    rest = [pytest.param(*one, marks=pytest.mark.wide) for one in every if one not in some]
+    return [*some, *rest]
+
+
+EVERY_ALONE = list(itertools.product(matrix.KINDS, matrix.WAYS))
+EVERY_CELL = list(itertools.product(matrix.KINDS, matrix.WAYS, matrix.WRAPPERS))
 
 
 @functools.cache
@@ -45,17 +54,18 @@ def alone(kind: str, way: str) -> dict[str, Any]:
 
 
 @functools.cache
-def on_two_ranks() -> list[dict[tuple[str, str, str], Any]]:
-    """The processes are started once."""
+def on_two_ranks(wide: bool) -> list[dict[tuple[str, str, str], Any]]:
+    """The processes are started once for the few cells, and once for all others."""
+    cells = [cell for cell in EVERY_CELL if cell not in CELLS] if wide else CELLS
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(matrix.run_cells, (WORLD, CELLS, folder), nprocs=WORLD)
+        mp.spawn(matrix.run_cells, (WORLD, cells, folder), nprocs=WORLD)
         return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(WORLD)]
 
 
-def assert_unchanged(cell: dict[str, Any]) -> None:
+def assert_unchanged(cell: dict[str, Any], more: int = 0) -> None:
     assert "refused" not in cell, cell["refused"]
     plain, watched = cell["graphs"]
-    assert watched == plain, "another number of graphs than without the monitor"
+    assert watched == plain + more, "another number of graphs than without the monitor"
     assert cell["is_equal"], "another bit than without the monitor"
 
 
@@ -84,7 +94,7 @@ def assert_right(records: list[Any], kind: str) -> None:
                 assert max(layer["max_logit"]) <= layer["bound"] < 4.5 * math.sqrt(matrix.D)
 
 
-@pytest.mark.parametrize(("kind", "way"), ALONE)
+@pytest.mark.parametrize(("kind", "way"), and_the_rest(ALONE, EVERY_ALONE))
 def test_f33_in_one_process(kind: str, way: str) -> None:
     cell = alone(kind, way)
     assert_unchanged(cell)
@@ -92,12 +102,20 @@ def test_f33_in_one_process(kind: str, way: str) -> None:
     assert (cell["graphs"][1] == 0) == (way == "eager")
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=" ".join)
-def test_f20_f33_on_two_ranks(cell: tuple[str, str, str]) -> None:
-    for found in on_two_ranks():
-        assert_unchanged(found[cell])
-        assert_right(found[cell]["records"], cell[0])
-        assert (found[cell]["graphs"][1] == 0) == (cell[1] == "eager")
+@pytest.mark.timeout(900)
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(("kind", "way", "wrapper"), and_the_rest(CELLS, EVERY_CELL))
+def test_f20_f33_on_two_ranks(kind: str, way: str, wrapper: str) -> None:
+    cell = (kind, way, wrapper)
+    for found in on_two_ranks(cell not in CELLS):
+        if wrapper == "fsdp1" and way in ("checkpoint", "blocks"):
+            # Dynamo supports FSDP1 with `use_orig_params=True` only, and here no fullgraph without it.
+            assert "use_orig_params" in found[cell]["refused"]
+            continue
+        # The same holds for the whole model: all its frames are left to Python. That of the function
+        # which stands for SDPA is one more that the compiler meets, and it makes a graph of it.
+        assert_unchanged(found[cell], more=int(wrapper == "fsdp1" and way == "compile"))
+        assert_right(found[cell]["records"], kind)
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "multihead", "own"])

@@ -53,11 +53,16 @@ def is_running() -> bool:
     return bool(_RUNNING.stack) and _RUNNING.stack[-1] is not None
 
 
+# Where a compiler leaves a frame to Python, as under FSDP with default arguments, it still looks into the
+# functions that the frame calls, and would compile these. `torch.compiler.disable` does the same as
+# `_disable_dynamo`, but loads the compiler now.
+@_disable_dynamo
 def enter(layer: Tensor | None) -> None:
     """From here on calls belong to a layer; None for nobody. Not for traced code."""
     _RUNNING.stack.append(None if layer is None else _WATCHED.get(int(layer)))
 
 
+@_disable_dynamo
 def leave() -> None:
     """The end of what the last `enter` began."""
     if _RUNNING.stack:
@@ -75,6 +80,7 @@ def _is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@_disable_dynamo
 def tell(handle: Tensor | None, method: str, *args: Any) -> None:
     """Call a method of what is watched, or else of the innermost module that runs."""
     if _is_recomputed():
@@ -100,8 +106,6 @@ def _define(name: str, arguments: str, kernel: Callable[..., None]) -> None:
         vmap=_refuse_vmap,
         # In a CUDA graph they would run once, while it is recorded.
         tags=(torch.Tag.cudagraph_unsafe,),
-        # Where a compiler leaves a frame to Python it still looks into those that it calls, even these.
-        # torch.compiler.disable does the same, but loads the compiler now.
         CompositeExplicitAutograd=_disable_dynamo(kernel),
     )
 
