@@ -54,8 +54,8 @@ def is_running() -> bool:
 
 
 # Where a compiler leaves a frame to Python, as it does under FSDP with default arguments, it still looks
-# into the functions that the frame calls, and would compile these. `torch.compiler.disable` does the same
-# as `_disable_dynamo`, but loads the compiler now.
+# into the functions that the frame calls, and would compile them. `torch.compiler.disable` does so too,
+# but loads the compiler at once.
 @_disable_dynamo
 def enter(layer: Tensor | None) -> None:
     """From here on calls belong to a layer; None for nobody. Not for traced code."""
