@@ -1,4 +1,4 @@
-"""Attention in float64 from DESIGN section 3, and every invisible mistake that a test must see.
+"""Attention in float64 as DESIGN defines it, and every invisible mistake that a test must see.
 
 Shares no code with `qknorm.ops`: each rule is written out again, visibility pair by pair.
 

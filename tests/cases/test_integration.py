@@ -1,4 +1,4 @@
-"""Public failures (CASES.md) about conventions, compilation and optimizers."""
+"""Public failures (see README.md) about conventions, compilation and optimizers."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Public failures (CASES.md) about telemetry, seen through the monitor."""
+"""Public failures (see README.md) about telemetry, seen through the monitor."""
 
 from __future__ import annotations
 

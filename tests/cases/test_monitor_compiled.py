@@ -1,4 +1,4 @@
-"""Public failures (CASES.md): statistics that vanish under compilation."""
+"""Public failures (see README.md): statistics that vanish under compilation."""
 
 from __future__ import annotations
 

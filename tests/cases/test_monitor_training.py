@@ -1,4 +1,4 @@
-"""Public failures (CASES.md) as a monitor meets them in training: memory, kernels, compilation."""
+"""Public failures (see README.md) as a monitor meets them in training: memory, kernels, compilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public failures (CASES.md) about numbers: overflow, eps, scale, masked rows, statistic axes.
+"""Public failures (see README.md) about numbers: overflow, eps, scale, masked rows, statistic axes.
 
 Expected values are those of the cases; the gains are unequal wherever an equal one would hide the fault.
 """

@@ -1,4 +1,4 @@
-"""Public failures (CASES.md) about order: norm against RoPE, which tensor is normalised."""
+"""Public failures (see README.md) about order: norm against RoPE, which tensor is normalised."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Public failures (CASES.md) about shapes: axes, batches, rotary widths, strides."""
+"""Public failures (see README.md) about shapes: axes, batches, rotary widths, strides."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Public failures (CASES.md) about statistics: padding in the maximum, absent keys, memory."""
+"""Public failures (see README.md) about statistics: padding in the maximum, absent keys, memory."""
 
 import math
 import subprocess

@@ -347,6 +347,6 @@ def test_a_cap_with_a_sink_is_refused():
 
 
 def test_a_named_backend_that_knows_no_caps_is_refused_and_not_ignored():
-    # Design, section 6: never a silent fallback for an explicit choice.
+    # DESIGN: no backend is replaced silently.
     with pytest.raises(ValueError, match=r"'stock' does not support a cap.*reference"):
         config("softcap", backend="stock")

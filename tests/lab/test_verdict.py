@@ -19,7 +19,7 @@ def falling(steps=40, first=5.0, last=2.0):
     return [first + (last - first) * i / (steps - 1) for i in range(steps)]
 
 
-# The rule of papers.md, section 4: final > initial - 0.1, or NaN, or > best so far + 1.0 for the last
+# A run has diverged if final > initial - 0.1, or NaN, or > best so far + 1.0 for the last
 # 10 % of the steps.
 
 

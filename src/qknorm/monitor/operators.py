@@ -53,9 +53,9 @@ def is_running() -> bool:
     return bool(_RUNNING.stack) and _RUNNING.stack[-1] is not None
 
 
-# Where a compiler leaves a frame to Python, as under FSDP with default arguments, it still looks into the
-# functions that the frame calls, and would compile these. `torch.compiler.disable` does the same as
-# `_disable_dynamo`, but loads the compiler now.
+# Where a compiler leaves a frame to Python, as it does under FSDP with default arguments, it still looks
+# into the functions that the frame calls, and would compile them. `torch.compiler.disable` does so too,
+# but loads the compiler at once.
 @_disable_dynamo
 def enter(layer: Tensor | None) -> None:
     """From here on calls belong to a layer; None for nobody. Not for traced code."""
