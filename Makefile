@@ -41,7 +41,7 @@ sanitize: .venv/ready
 # The site, in site/: no broken link or anchor, nothing loaded from elsewhere, the notebook executed.
 docs: .venv/docs
 	$(BIN)/python docs/figures.py --check
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/check_site.py site
 
 sdist: .venv/release

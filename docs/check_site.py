@@ -3,11 +3,13 @@
 .venv/bin/python docs/check_site.py site
 
 `mkdocs build --strict` checks the links that are written in Markdown. This reads the pages as a browser
-gets them, so it also sees what the theme, the API pages, the notebook and raw HTML bring.
+gets them, so it also sees what the theme, the API pages, the notebook and raw HTML bring. Every public
+class and function has to have its place in the pages below api/.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from html.parser import HTMLParser
@@ -17,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 # Attributes whose content a browser fetches by itself; a link is only followed by the reader.
 FETCHED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("link", "href")}
 NOT_FETCHED_LINKS = {"canonical", "prev", "next", "edit"}
+PUBLIC = ("qknorm", "qknorm.nn", "qknorm.monitor", "qknorm.auditor")
 
 
 class Page(HTMLParser):
@@ -88,11 +91,24 @@ def faults(site: Path) -> list[str]:
     return found
 
 
+def undocumented(site: Path) -> list[str]:
+    """One sentence for each public class or function that the API pages leave out."""
+    shown = {name for path in site.glob("api/**/*.html") for name in Page(path.read_text()).ids}
+    last = {name.rpartition(".")[2] for name in shown}
+    public = {name: importlib.import_module(name) for name in PUBLIC}
+    return [
+        f"{module}.{name} is in no page below api/."
+        for module, holder in public.items()
+        for name in holder.__all__
+        if callable(getattr(holder, name)) and name not in last
+    ]
+
+
 def main() -> None:
     site = Path(sys.argv[1]).resolve()
     if not (site / "index.html").exists():
         sys.exit(f"{site} holds no site: run mkdocs build.")
-    found = faults(site)
+    found = faults(site) + undocumented(site)
     print(
         "\n".join(found)
         or f"{site.name}: every link leads somewhere, and nothing is loaded from elsewhere."

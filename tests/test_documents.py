@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 import qknorm
 from qknorm.cli import app
@@ -21,7 +22,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
 }
-BLOCK = re.compile(r"^```python(.*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # The tutorial has a test of its own.
 WITH_CODE = [p for p, text in PAGES.items() if BLOCK.search(text) and p != "docs/tutorial.md"]
 
@@ -42,11 +43,26 @@ def given(page: str) -> dict[str, Any]:
         model = nn.TransformerEncoderLayer(16, 2, batch_first=True)
         return {"model": model, "data": range(3), "optimizer": torch.optim.SGD(model.parameters())}
     if page == "docs/audit.md":
-        layer = qknorm.nn.Attention(qknorm.nn.AttentionConfig(dim=16, num_heads=2))
-        model = nn.ModuleDict({"attention": layer})
-        model.forward = lambda x: layer(x)  # type: ignore[method-assign]
-        return {"model": model, "inputs": torch.randn(2, 12, 16), "optimizer": None}
+        return {"model": Named(), "inputs": torch.randint(32, (2, 12)), "optimizer": None}
     return {}
+
+
+class Named(nn.Module):
+    """One attention, where a Hugging Face model has its first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = qknorm.nn.AttentionConfig(dim=16, num_heads=2, sink="logit", scale=1 / 64)
+        block = nn.ModuleDict({"self_attn": qknorm.nn.Attention(config)})
+        self.tokens = nn.Embedding(32, 16)
+        self.model = nn.ModuleDict({"layers": nn.ModuleList([block])})
+        for name, parameter in self.named_parameters():
+            if "gain" in name:  # as trained
+                nn.init.uniform_(parameter, 0.5, 2.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.get_submodule("model.layers.0.self_attn")(self.tokens(tokens))
+        return out
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
@@ -130,3 +146,21 @@ def test_the_links_of_the_pages_beside_the_code_lead_to_files() -> None:
         for address in re.findall(r"\]\(([^)]+)\)", page.read_text()):
             if not address.startswith("http"):
                 assert (ROOT / address.split("#")[0]).exists(), f"{page.name}: {address}"
+
+
+def test_what_is_wrong_with_a_site_is_named(tmp_path: Path) -> None:
+    faults = runpy.run_path(str(ROOT / "docs/check_site.py"))["faults"]
+    (tmp_path / "api").mkdir()
+    (tmp_path / "api/index.html").write_text("<h1 id='here'></h1><a href='../'>up</a>")
+    (tmp_path / "index.html").write_text(
+        "<a href='api/#here'></a><a href='https://example.org/'></a><link rel='canonical' href='https://x.org'>"
+    )
+    assert faults(tmp_path) == []
+    (tmp_path / "index.html").write_text(
+        "<a href='gone/'></a><a href='api/#gone'></a><script src='https://x.org/a.js'></script>"
+        "<style>@import 'https://x.org/a.css'; p { background: url(//x.org/b.png) }</style>"
+    )
+    found = "\n".join(faults(tmp_path))
+    for word in ("gone/,", "api/#gone,", "a.js", "a.css", "b.png"):
+        assert word in found
+    assert len(faults(tmp_path)) == 5

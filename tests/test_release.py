@@ -88,7 +88,7 @@ def test_the_sdist_is_the_whole_repository_and_nothing_that_was_built(unpacked: 
 
 def test_the_version_stands_in_one_file(unpacked: Path) -> None:
     assert f"\nVersion: {qknorm.__version__}\n" in (unpacked / "PKG-INFO").read_text()
-    stated = re.compile(r"""^\W*(__version__|version)\W*[=:]\W*["']?\d""", re.MULTILINE)
+    stated = re.compile(r"""^(__version__|version)\s*[=:]\s*["']?\d""", re.MULTILINE)
     files = [
         *ROOT.glob("src/**/*.py"),
         *(ROOT / name for name in ("pyproject.toml", "setup.py", "CITATION.cff")),
