@@ -1,4 +1,4 @@
-"""Public failures (see README.md) about sinks: untrained, dropped under packing, added twice or per split."""
+"""Public failures (see README.md) about sinks: untrained, dropped under packing, added twice."""
 
 import math
 

@@ -226,12 +226,12 @@ def _add_rows(buffer: Tensor, rows: Rows, sink: Tensor | None) -> None:
 def _add_rms(buffer: Tensor, name: str, x_BHTD: Tensor, real: Tensor | None) -> None:
     """Root mean square of each vector of real tokens: sum, sum of squares, count, per head."""
     B, H, T, D = x_BHTD.shape
-    wide = spec.compute_dtype(x_BHTD.dtype)
-    rms = torch.linalg.vector_norm(x_BHTD, dim=-1, dtype=wide).div_(D**0.5)
-    at = FIELD[f"{name}_rms"]
+    squares = x_BHTD.to(spec.compute_dtype(x_BHTD.dtype)).square().sum(-1)
+    rows: Tensor | int = B * T
     if real is not None:
-        real = real[:, None].expand(B, H, T)
-        rms = torch.where(real, rms, 0.0)
-    buffer[at, :H] = rms.sum((0, 2), dtype=buffer.dtype)
-    buffer[at + 1, :H] = rms.square().sum((0, 2), dtype=buffer.dtype)
-    buffer[at + 2, :H] = B * T if real is None else real.sum((0, 2))
+        real = real.expand(B, T)
+        squares, rows = torch.where(real[:, None], squares, 0.0), real.sum()
+    at = FIELD[f"{name}_rms"]
+    buffer[at + 1, :H] = squares.sum((0, 2), dtype=buffer.dtype) / D
+    buffer[at, :H] = squares.sqrt_().sum((0, 2), dtype=buffer.dtype) / D**0.5
+    buffer[at + 2, :H] = rows

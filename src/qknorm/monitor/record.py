@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
-from qknorm.monitor.fields import FIELD
+from qknorm.monitor.fields import FIELDS
 from qknorm.monitor.reduce import Part
 
 SCHEMA = 1
@@ -120,27 +120,31 @@ def lowest(values: list[float]) -> float:
 
 def layer_record(part: Part, *, note: str | None = None) -> LayerRecord:
     """From sums over the whole model, see `measure.FIELDS`."""
-    buffer, place, bound = part.buffer, part.place, part.bound
+    # Of a few heads Python's numbers are quicker than tensors.
+    found = dict(zip(FIELDS, part.buffer.tolist(), strict=True))
+    place, bound = part.place, part.bound
 
     def mean(name: str, count: str) -> list[float]:
-        return (buffer[FIELD[name]] / buffer[FIELD[count]]).tolist()
+        return [_divided(x, n) for x, n in zip(found[name], found[count], strict=True)]
 
     def spread(name: str, heads: int) -> tuple[list[float], list[float]]:
-        total, square, count = buffer[FIELD[f"{name}_rms"] : FIELD[f"{name}_rms"] + 3, :heads]
-        mean_rms = total / count
-        variance = (square / count - mean_rms.square()).clamp(min=0.0)
-        return mean_rms.tolist(), (variance.sqrt() / mean_rms).tolist()
+        means = mean(f"{name}_rms", f"{name}_rows")[:heads]
+        squares = mean(f"{name}_rms_square", f"{name}_rows")[:heads]
+        variances = [square - x * x for x, square in zip(means, squares, strict=True)]
+        # Rounding may leave a variance of less than 0; a NaN has to stay.
+        deviations = [math.sqrt(0.0 if v < 0 else v) for v in variances]
+        return means, [_divided(d, x) for d, x in zip(deviations, means, strict=True)]
 
-    q_rms, q_cv = spread("q", buffer.shape[1])
+    q_rms, q_cv = spread("q", place.heads)
     k_rms, k_cv = spread("k", place.kv_heads)
-    max_logit = buffer[0].tolist()
+    max_logit = found["max_logit"]
     if bound is not None and worst(max_logit) > bound * ROUNDING:
         bound = None  # something beside norm and scale takes part: a bias, or a RoPE that stretches
     return LayerRecord(
         max_logit=max_logit,
         entropy_nats=mean("entropy", "rows"),
         entropy_ratio=mean("ratio", "ratio_rows"),
-        sink_mass=mean("sink", "rows") if bool(buffer[FIELD["sink"]].any()) else None,
+        sink_mass=mean("sink", "rows") if any(found["sink"]) else None,
         first_mass=None if place.is_fused else mean("first", "rows"),
         q_rms=q_rms,
         q_rms_cv=q_cv,
@@ -150,6 +154,11 @@ def layer_record(part: Part, *, note: str | None = None) -> LayerRecord:
         bound=bound,
         coverage="sampled" if part.is_sampled else "exact",
         rms_of="projection" if place.is_fused else "product",
-        rows=int(buffer[FIELD["rows"]].max()),
+        rows=int(max(found["rows"])),
         note=note,
     )
+
+
+def _divided(x: float, count: float) -> float:
+    """NaN for the mean of nothing."""
+    return x / count if count else math.nan
