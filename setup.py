@@ -87,8 +87,15 @@ def _words(variable: str) -> list[str]:
         raise ValueError(f"{variable} cannot be split into words: {error}") from error
 
 
-class PlatformWheel(bdist_wheel):
-    """For any Python, but this platform."""
+class Wheel(bdist_wheel):
+    """A wheel for every Python: of this platform if it holds the library, and of any platform if not."""
+
+    def run(self) -> None:
+        self.run_command("build")
+        if not self.get_finalized_command("build_ext").get_outputs():
+            self.distribution.ext_modules = None
+            self.root_is_pure = True
+        super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
@@ -96,5 +103,5 @@ class PlatformWheel(bdist_wheel):
 
 setup(
     ext_modules=[Extension(NAME, sources=[])],
-    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel},
 )

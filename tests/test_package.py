@@ -45,7 +45,7 @@ def test_torch_is_required_from_2_10_and_not_capped():
     assert torch.replace(" ", "") == "torch>=2.10"
 
 
-def test_the_version_is_stated_once():
+def test_the_installed_version_is_that_of_the_source():
     assert version("qknorm") == qknorm.__version__
 
 

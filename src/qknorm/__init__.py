@@ -21,4 +21,4 @@ __all__ = [
     "nn",
     "qk_norm_rope",
 ]
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -122,7 +122,8 @@ class Mask(ByValue):
             cu_seqlens: cumulative lengths `[documents + 1]`, from 0 on, integer, as variable-length
                 kernels take them.
             tokens: Tk of the row; tokens after the last document are padding.
-            causal, window: see `Mask`.
+            causal: see `Mask`.
+            window: see `Mask`.
         """
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype.is_floating_point:
             raise ValueError(

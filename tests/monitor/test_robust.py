@@ -442,3 +442,14 @@ def test_f33_lengths_that_change_make_no_more_graphs() -> None:
         counts.append(counter.frame_count)
     assert counts[0] == counts[1]
     assert rows == [B * length for length in (5, 9, 12, 20)]
+
+
+def test_a_class_whose_source_was_made_up_while_running_is_watched() -> None:
+    """Its functions have no module, as those that `exec` makes without a `__name__`."""
+    names: dict[str, Any] = {"Plain": Plain}
+    exec("class Made(Plain):\n    def forward(self, x): return super().forward(x)", names)
+    assert names["Made"].forward.__module__ is None
+    module = names["Made"]()
+    with Monitor.attach(module, every=1) as monitor:
+        module(torch.randn(B, T, C))
+        assert monitor.step()[0].layers[""].rows == B * T

@@ -172,8 +172,8 @@ class Attention(MarkedModule):
 
         Args:
             rope: the table in use, for a tighter bound.
-            rotary_dim, layout: what is known of the rotation where there is no table; `rotary_dim=0`
-                says that the layer does not rotate.
+            rotary_dim: R, where there is no table; 0 says that the layer does not rotate.
+            layout: that of the rotation, where there is no table.
             dtype: what q and k are rounded to.
 
         Gains that FSDP2 has sharded are gathered, for which every rank has to come here.

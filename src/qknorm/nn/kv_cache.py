@@ -23,8 +23,8 @@ class KVCache:
         max_length: capacity in tokens.
         head_dim: D.
         value_dim: Dv; D if None.
-        dtype, device: of the buffers; torch's defaults if None. `Attention.new_cache` takes those of
-            the layer.
+        dtype: of the buffers; torch's default if None. `Attention.new_cache` takes that of the layer.
+        device: of the buffers; torch's default if None. `Attention.new_cache` takes that of the layer.
     """
 
     def __init__(

@@ -45,7 +45,10 @@ def reached(module: nn.Module) -> list[FunctionType]:
     """The methods of the module's class, and what `followed` finds."""
     values = [value for base in bases(type(module)) for value in vars(base).values()]
     methods = [
-        f for value in values if (f := function_of(value)) and not f.__module__.startswith("torch.")
+        f
+        for value in values
+        # A method whose source was made up while running has no module.
+        if (f := function_of(value)) and not (f.__module__ or "").startswith("torch.")
     ]
     return list(dict.fromkeys(methods + followed(module)))
 
