@@ -1,4 +1,4 @@
-"""The eps of a norm, its place, and how much of what it is added to it makes up.
+"""Read the eps of a norm, where it is added, and how large it is next to the mean square.
 
 Shapes: B batch, T tokens, H heads, D head width.
 """
@@ -20,7 +20,10 @@ SCALES = [10.0 ** (-k / 2) for k in range(-3, 29)]  # times SMALL
 
 
 def read_eps(site: Site, side: str, fit: Fit) -> tuple[float, str]:
-    """eps and its place, from answers to ever smaller raw vectors. 0 if none was felt."""
+    """Read eps and its place ("inside", "outside" or "clamp") from smaller and smaller raw vectors.
+
+    eps is 0 if none shows.
+    """
     raw = drawn(site.raw_shape(side), 7, SMALL)
     axes = axes_of(fit.key)
 
@@ -56,5 +59,5 @@ def read_eps(site: Site, side: str, fit: Fit) -> tuple[float, str]:
 
 
 def share_of_eps(site: Site, side: str, fit: Fit, eps: float) -> float:
-    """Of the sum under the root, at the median of the tokens and heads of the model's inputs."""
+    """Return eps as a share of `mean square + eps`, at the median token and head of the inputs."""
     return eps / (eps + float(mean_square(site.raw(side).double(), fit.key).median()))

@@ -1,8 +1,8 @@
-"""Which norm explains q or k, and what follows it.
+"""Find the norm that explains q or k, and the linear map that follows it.
 
-At every token the entries of a head are `q = A n(y) + b`: n is the norm without its gain, A holds the
-gain and the rotation. A is found by least squares for each norm that comes into question; the norm with
-the smallest residual is the one.
+At every token the entries of a head are `q = A n(y) + b`, where y is the output of the projection, n is
+the norm without its gain, and A holds the gain and the rotation. For each possible norm A is found by
+least squares. The norm with the smallest residual is the answer.
 
 Shapes: M samples, B batch, T tokens, H heads, D head width.
 """
@@ -21,25 +21,27 @@ from qknorm.auditor.guard import NotUnderstoodError
 from qknorm.auditor.norms import NORMS, Key, normalized, shares
 from qknorm.auditor.site import Site
 
-SPREAD = 8.0  # standard deviation of raw entries, beside which an eps in use hardly counts
-SMALL = 0.25  # that which no clamp of projections reaches
-RANK = 1e-9  # below this share of the largest a singular value is 0
-CONSECUTIVE = 8  # tokens at the start of which A is found
-TOP = 1 - 1e-6  # an entry at this share of a limit is at the limit
+SPREAD = 8.0  # standard deviation of raw entries; an eps in use hardly matters next to such entries
+SMALL = 0.25  # standard deviation of raw entries that no clamp of projections reaches
+RANK = 1e-9  # a singular value below this share of the largest one counts as 0
+CONSECUTIVE = 8  # A is found for this many tokens at the start
+TOP = 1 - 1e-6  # an entry at this share of a limit or more is at the limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The best norm.
+    """The norm with the smallest residual.
 
     Attributes:
-        key: norm and statistic.
-        spread: of the raw entries that it was found with.
-        raw, found: `[M, tokens, H, D]`, raw entries and answers to them.
-        matrices: A of the first CONSECUTIVE tokens and of the last, `[tokens, H, D, D]`.
-        residual: relative.
-        limit: at which answers are clamped; raw_limit: at which raw entries are.
-        eps: which the norm was computed with.
+        key: the norm and the axis of its statistic.
+        spread: the standard deviation of the raw entries with which it was found.
+        raw: raw entries, `[M, tokens, H, D]`.
+        found: the entries of q or k that follow from them, of the same shape.
+        matrices: A of the first CONSECUTIVE tokens and of the last one, `[tokens, H, D, D]`.
+        residual: of the least-squares problem, relative to `found`.
+        limit: the size at which entries of q or k are clamped; None without a clamp.
+        raw_limit: the size at which raw entries are clamped; None without a clamp.
+        eps: with which the norm was computed.
     """
 
     key: Key
@@ -53,17 +55,17 @@ class Fit:
     eps: float = 0.0
 
     def with_eps(self, eps: float) -> Fit:
-        """The same norm with this eps added to the mean square, if that explains more."""
+        """Return the norm with this eps added to the mean square, if that has the smaller residual."""
         matrices, residual = _solve(normalized(self.raw, self.key, eps), self.found, self.limit)
         better = replace(self, matrices=matrices, residual=residual, eps=eps)
         return better if residual < self.residual else self
 
 
 def fit(site: Site, side: str) -> Fit:
-    """Raises NotUnderstoodError if no norm in question explains the side."""
+    """Find the norm of one side, "q" or "k". Raises NotUnderstoodError if no norm explains it."""
     best = _fit(site, side, SPREAD)
     if best is None or best.residual > at.EXACT:
-        # A clamp of raw entries acts on large ones only.
+        # A clamp of raw entries acts on large entries only.
         small = _fit(site, side, SMALL)
         is_better = small is not None and (best is None or best.residual > 10 * small.residual)
         if small is not None and is_better and small.residual < at.EXACT_SMALL:
@@ -78,7 +80,7 @@ def fit(site: Site, side: str) -> Fit:
 
 
 def _fit(site: Site, side: str, spread: float) -> Fit | None:
-    # Consecutive tokens, to compare distances, and the last, at which the slowest pair has turned most.
+    # Consecutive tokens let distances be compared. At the last token the slowest pair has turned most.
     B, T, H, D = site.raw_shape(side)
     tokens = sorted({*range(min(T, CONSECUTIVE)), T - 1})
     count = math.ceil((1.5 * D + 8) / B)
@@ -95,7 +97,7 @@ def _fit(site: Site, side: str, spread: float) -> Fit | None:
     residuals: dict[Key, float] = {}
     for key in (*NORMS, *shares(H)):
         if key not in NORMS and min(residuals.values()) < at.KNOWN:
-            break  # one statistic for some of the heads is rare
+            break  # a statistic over a part of the heads is rare, and something else fits already
         x = normalized(raw[:, ends], key)
         if bool(x.isfinite().all()):
             residuals[key] = _solve(x, found[:, ends], limit)[1]
@@ -113,7 +115,7 @@ def _fit(site: Site, side: str, spread: float) -> Fit | None:
 
 
 def _solve(x: Tensor, y: Tensor, limit: float | None) -> tuple[Tensor, float]:
-    """A and the relative residual of `y = A x + b` for each token and head, without clamped answers."""
+    """Return A and the relative residual of `y = A x + b` for each token and head, without clamped y."""
     M, T, H, D = x.shape
     x_THMD = torch.cat((x, x.new_ones(M, T, H, 1)), -1).permute(1, 2, 0, 3)
     y_THMD = y.permute(1, 2, 0, 3)
@@ -122,7 +124,7 @@ def _solve(x: Tensor, y: Tensor, limit: float | None) -> tuple[Tensor, float]:
         error = (x_THMD @ solution - y_THMD).square().sum() / y_THMD.square().sum().clamp(min=1e-30)
         return _sparse(solution[..., :D, :].mT, x), float(error.sqrt())
     free = (y_THMD.abs() < limit * TOP).double()
-    # One weighted problem for each entry of the answer.
+    # Each entry of y has a weighted problem of its own.
     weighted = x_THMD[:, :, None] * free.mT[..., None]  # [T, H, D, M, D + 1]
     solution = torch.linalg.pinv(weighted, rtol=RANK) @ (y_THMD * free).mT[..., None]
     error = (weighted @ solution - (y_THMD * free).mT[..., None]).square().sum()
@@ -131,8 +133,8 @@ def _solve(x: Tensor, y: Tensor, limit: float | None) -> tuple[Tensor, float]:
 
 
 def _least_squares(x: Tensor, y: Tensor) -> Tensor:
-    """By normal equations: drawn at random, x is far from singular, but for directions of no size that a
-    centred norm leaves, in which the ridge keeps the answer small."""
+    """Solve by normal equations. Random x is far from singular, except in directions of no size that a
+    centred norm leaves; there the ridge keeps the solution small."""
     gram = x.mT @ x
     ridge = RANK * torch.diagonal(gram, dim1=-2, dim2=-1).mean(-1)
     factor = torch.linalg.cholesky(gram + torch.diag_embed(ridge[..., None].expand(gram.shape[:-1])))
@@ -140,14 +142,15 @@ def _least_squares(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _sparse(matrices: Tensor, x: Tensor) -> Tensor:
-    """Of centred x a constant in a row of A means nothing: the one that leaves most entries at 0."""
+    """Remove from each row of A the constant that leaves most entries at 0, if x is centred: for centred
+    x such a constant changes nothing."""
     if float(x.mean(-1).abs().max()) > 1e-9 * float(x.abs().max()):
         return matrices
     return matrices - matrices.median(-1, keepdim=True).values
 
 
 def limit_of(found: Tensor) -> float | None:
-    """The largest |entry| if many entries share it."""
+    """Return the largest |entry| if many entries have that size, and None otherwise."""
     size = found.abs()
     top = float(size.max())
     share = float((size >= top * TOP).double().mean())
@@ -155,7 +158,7 @@ def limit_of(found: Tensor) -> float | None:
 
 
 def _raw_limit(site: Site, side: str) -> float:
-    """Where raw entries stop to count: the raw value beyond which a growing entry changes nothing."""
+    """Return the size at which raw entries are clamped: beyond it a growing entry changes nothing."""
     raw = torch.full(site.raw_shape(side), 0.1, dtype=torch.float32, device="cpu")
     last, last_value = None, 0.0
     for value in [0.1 * 1.1**i for i in range(80)]:

@@ -1,4 +1,4 @@
-"""The formula of one attention, read back from how q, k and the logits answer to raw projections.
+"""Read the formula of one attention from how q, k and the logits follow the outputs of its projections.
 
 Shapes: T tokens, H heads, D head width.
 """
@@ -26,11 +26,13 @@ class Side:
     """What was read of q or of k.
 
     Attributes:
-        norm: None, "rms", "layer", or "l2", whose root mean square is 1 / sqrt(D).
-        fit: the norm without what follows it, and A.
-        gain: that follows the norm, with the factor beside it.
-        parameters: beside the projections, on which q or k depends.
-        eps, eps_place: of the norm; eps_share: of the sum under the root, for the inputs of the audit.
+        norm: None, "rms", "layer", or "l2", whose result has a root mean square of 1 / sqrt(D).
+        fit: the norm without its gain, and the linear map A that follows it.
+        gain: the gain that follows the norm.
+        parameters: those on which q or k depends, without the projections.
+        eps: of the norm.
+        eps_place: "inside", "outside" or "clamp".
+        eps_share: eps as a share of `mean square + eps` for the inputs of the audit.
     """
 
     norm: str | None
@@ -44,22 +46,25 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Formula:
-    """How one attention computes, as it was read back.
+    """The formula of one attention, as it was read back.
 
     Attributes:
-        q_norm, k_norm: None, "rms", "layer" (the mean is taken off) or "l2" (unit length).
-        statistic: None, "head", "full" (over all heads), "heads" (over heads, per entry), or "2 heads"
-            and the like (over so many heads at a time).
-        gain, k_gain: None, "head" `[H, D]`, "shared" `[D]`, "full" `[H * D]`, "scalar".
-        q_gain_values, k_gain_values: effective, `[H, D]`; None without a norm.
-        eps, eps_place: "inside", "outside" or "clamp".
-        order: of the gain against RoPE: None, "before", "after", "not identifiable".
-        rope: None, "half", "interleaved".
-        rotary_width: R, 0 without RoPE.
+        q_norm, k_norm: None, "rms", "layer" (the mean is subtracted) or "l2" (unit length).
+        statistic: the entries that share one statistic: "head", "full" (all heads), "heads" (the same
+            entry of all heads), or "2 heads" and the like (so many heads at a time); None without a norm.
+        gain, k_gain: the shape of the gain of q and of k: None, "head" `[H, D]`, "shared" `[D]`,
+            "full" `[H * D]` or "scalar".
+        q_gain_values, k_gain_values: the effective gains, `[H, D]`; None without a norm.
+        eps: of the norm; None without a norm.
+        eps_place: "inside" the root, "outside" it, or "clamp" of what is divided by.
+        order: whether the gain comes "before" or "after" RoPE, or "not identifiable"; None without both.
+        rope: the layout, "half" or "interleaved"; None without RoPE.
+        rotary_width: R; 0 without RoPE.
         v_norm: whether V is normed.
-        scale: of q.k, whatever multiplies q, k or their product included; None if not identified.
-        softcap, window, causal: as observed at this length; causal is None where no mask was seen.
-        sink: None, "off_by_one", "logit", "token".
+        scale: of the logits, with every constant that multiplies q, k or q.k; None if it was not found.
+        softcap, window, causal: as seen at the length of the inputs; causal is None if no mask was
+            seen.
+        sink: None, "off_by_one", "logit" or "token".
         q_heads, kv_heads, head_dim: Hq, Hk, D.
     """
 
@@ -87,7 +92,7 @@ class Formula:
 
 
 def read_side(site: Site, name: str) -> Side:
-    """Read q or k back. Raises NotUnderstoodError if no norm in question explains it."""
+    """Read one side, "q" or "k". Raises NotUnderstoodError if no norm explains it."""
     found = fit(site, name)
     norm = found.key[0]
     parameters = gain_parameters(site, name)
@@ -112,7 +117,7 @@ def read_side(site: Site, name: str) -> Side:
 
 
 def order_with_uneven_gains(site: Site, sides: dict[str, Side], rope: str | None) -> str | None:
-    """The order where equal gains hide it: the gains are others for the while."""
+    """Return the order where equal gains hide it: the gains are changed, and put back afterwards."""
     parameters = {p for side in sides.values() for p in side.parameters}
     before = {p: p.detach().clone() for p in parameters}
     with torch.no_grad():
@@ -127,9 +132,9 @@ def order_with_uneven_gains(site: Site, sides: dict[str, Side], rope: str | None
 
 
 def read(site: Site) -> tuple[Formula, dict[str, Side], Scores]:
-    """Read one attention back: the formula, and what it was made from.
+    """Read the formula of one attention, and return it with its two sides and its scores.
 
-    Raises NotUnderstoodError where no formula fits.
+    Raises NotUnderstoodError if no formula fits.
     """
     sides = {name: read_side(site, name) for name in ("q", "k")}
     q, k = sides["q"], sides["k"]
@@ -164,7 +169,7 @@ def read(site: Site) -> tuple[Formula, dict[str, Side], Scores]:
 
 
 def _is_v_normed(site: Site) -> bool:
-    """Whether projections that are 4 times as large leave V as it is."""
+    """Whether V stays the same when the outputs of the projections are 4 times as large."""
     small, large = (site.ask({i: f * y for i, y in site.outputs.items()}).v for f in (0.05, 0.2))
     assert small is not None
     assert large is not None

@@ -1,4 +1,4 @@
-"""The gain that follows a norm: its values, the parameters behind it, and what they are shared by.
+"""Read the gain that follows a norm: its values, its parameters, and which heads share them.
 
 Shapes: B batch, T tokens, H heads, D head width.
 """
@@ -19,12 +19,12 @@ from qknorm.auditor.site import STEP, Site, nudged
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """What was read.
+    """The gain of q or of k.
 
     Attributes:
-        values: effective, `[H, D]`; None without a norm.
-        kind: None, "head", "shared", "full" or "scalar".
-        factor: by which q or k is multiplied beside norm and gain, such as an amplitude of RoPE.
+        values: the effective gain, `[H, D]`; None without a norm.
+        kind: None, "head", "shared", "full" or "scalar"; see `Formula.gain`.
+        factor: a constant by which q or k is also multiplied, such as an amplitude of RoPE.
     """
 
     values: Tensor | None
@@ -33,8 +33,9 @@ class Gain:
 
 
 def gain_parameters(site: Site, side: str) -> dict[nn.Parameter, tuple[int, ...]]:
-    """Parameters beside the projections on which q or k depends, and the entry of each that counts most:
-    of gains that are packed into one parameter, one of this side."""
+    """Return the parameters on which q or k depends, without those of the projections. Each comes with
+    the entry that has the largest gradient: where the gains of q and k are packed into one parameter,
+    that entry belongs to this side."""
     with torch.enable_grad():
         attention = site.ask()
         x = attention.q if side == "q" else attention.k
@@ -52,7 +53,7 @@ def gain_parameters(site: Site, side: str) -> dict[nn.Parameter, tuple[int, ...]
 
 
 def read_gain(site: Site, side: str, fit: Fit, parameters: dict[nn.Parameter, tuple[int, ...]]) -> Gain:
-    """q depends on a stored gain w by `a (w + o)`: its derivative gives the factor a."""
+    """Read the gain. q depends on a stored gain w as `a (w + o)`; the derivative gives the factor a."""
     first = torch.diagonal(fit.matrices[0], dim1=-2, dim2=-1)  # [H, D]
     if fit.key[0] is None:
         return Gain(values=None, kind=None, factor=float(first.median()))
@@ -73,7 +74,7 @@ def read_gain(site: Site, side: str, fit: Fit, parameters: dict[nn.Parameter, tu
             slope = torch.where(free, slope, torch.nan)
         size = slope.abs().nanmean(0).nan_to_num()
         moved = size > at.FELT * float(size.max())
-        # A gain changes an entry in proportion to itself; a bias does not.
+        # A gain changes an entry in proportion to its size; a bias does not.
         chosen = slope[:, moved]
         middle = chosen.nanmedian(0).values
         apart = (chosen - middle).abs().nan_to_num()
@@ -92,8 +93,9 @@ def read_gain(site: Site, side: str, fit: Fit, parameters: dict[nn.Parameter, tu
 
 
 def length_or_mean(gain: Gain, place: str | None, *, is_bare: bool) -> tuple[str, Gain]:
-    """Norm and gain where what is divided by may be the length: two of three speak for it, no parameter,
-    a clamp of the length, a factor of 1 / sqrt(D)."""
+    """Decide whether the norm divides by the RMS ("rms") or by the length ("l2"), and return it with its
+    gain. It is the length if two of three signs are seen: no parameter (`is_bare`), a clamp in place of
+    an eps, and a factor of 1 / sqrt(D)."""
     assert gain.values is not None
     values, factor, unit = gain.values, gain.factor, gain.values.shape[-1] ** -0.5
     if is_bare:

@@ -1,4 +1,4 @@
-"""The rotation in A, and on which side of it the gain is.
+"""Read the rotation in A, and whether the gain comes before or after it.
 
 Shapes: T tokens, H heads, D head width.
 """
@@ -15,7 +15,7 @@ from qknorm.auditor.fit import Fit
 
 
 def read_rope(matrices: Tensor) -> tuple[str | None, int]:
-    """Layout and width of the rotation in A `[T, H, D, D]`."""
+    """Return the layout and the width R of the rotation in A `[T, H, D, D]`; (None, 0) without one."""
     T, _, D, _ = matrices.shape
     size = torch.diagonal(matrices[0], dim1=-2, dim2=-1).abs()  # [H, D]
     scale = (size[:, :, None] * size[:, None, :]).sqrt().clamp(min=1e-12)
@@ -30,13 +30,16 @@ def read_rope(matrices: Tensor) -> tuple[str | None, int]:
     last = int(turned.nonzero().max()) + 1
     if distance == 1 and not (D == 2 and len(sure) == 2):
         return "interleaved", last + last % 2
-    # Pairs (i, i + R/2) where all of them turn; some models let only some of a longer half turn.
+    # The pairs are (i, i + R/2) if all of them turn. In some models a part of a longer half turns.
     count = int(turned.sum())
     return "half", 2 * distance if count > distance else count
 
 
 def read_order(fits: Iterable[Fit], rope: str | None) -> str | None:
-    """Of gain and rotation on the normed sides: which of the two factorings of A leaves a rotation."""
+    """Return the order of gain and rotation on the sides that have a norm.
+
+    A can be divided by the gain on either side. The order is the one for which a rotation is left.
+    """
     verdicts = set()
     for fit in fits if rope is not None else ():
         A = fit.matrices[1:]
@@ -56,13 +59,14 @@ def read_order(fits: Iterable[Fit], rope: str | None) -> str | None:
 
 
 def not_orthogonal(matrices: Tensor) -> float:
-    """How far A A' is from 1."""
+    """Return the largest |entry| of A A' - 1."""
     eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     return float((matrices @ matrices.mT - eye).abs().max())
 
 
 def not_relative(A: Tensor, C: Tensor) -> float:
-    """How much of A' C `[T, H, D, D]` differs between pairs of tokens of the same distance."""
+    """Return how much A' C differs between pairs of tokens of the same distance, relative to its largest
+    entry; A and C are those of q and k, `[T, H, D, D]`."""
     worst = size = 0.0
     for a, c in zip(A.unbind(1), C.unbind(1), strict=True):
         M = torch.einsum("tij,sik->tsjk", a, c)
@@ -72,12 +76,16 @@ def not_relative(A: Tensor, C: Tensor) -> float:
     return worst / size if size else 0.0
 
 
-MOST_STEPS = 3  # from token to token of an image: within a row, to the next, and from text to an image
+# Rotations from one token to the next in an image: within a row, to the next row, from text to image.
+MOST_STEPS = 3
 
 
 def is_on_a_grid(A: Tensor, C: Tensor, low: float) -> bool:
-    """Whether tokens lie on the grid of an image, and not on a line: q and k of a token turn alike, and
-    from token to token by few different steps, along a row or to the next one."""
+    """Whether positions form the grid of an image and not a line.
+
+    On a grid q and k of a token have the same rotation, and only a few different rotations lead from one
+    token to the next: along a row, or to the next row.
+    """
     if float((A - C).abs().max()) > low or not_orthogonal(A) > low:
         return False
     steps: list[Tensor] = []

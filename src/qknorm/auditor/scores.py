@@ -1,4 +1,4 @@
-"""From q.k to the logits of the softmax: scale, soft-cap, clamp, and who sees whom.
+"""Read what lies between q.k and the softmax: scale, soft-cap, clamp, and which keys a query sees.
 
 Shapes: B batch, H query heads, T tokens, D head width.
 """
@@ -20,18 +20,17 @@ FAR = 30.0  # standard deviation of raw entries that drives logits into any cap 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What was read.
+    """What lies between q.k and the softmax.
 
     Attributes:
-        scale: of q.k as it is multiplied; None if no line, soft-cap or clamp explains the logits.
-        softcap: c of `c tanh(s / c)`.
-        limit: at which logits are clamped.
-        causal: no later token is seen; None where no logits are.
-        window: how many keys a query sees at most, itself included; None for all.
-        is_plain: whether nothing else hides keys, such as padding.
-        sink: what the softmax has beside the keys: None, "off_by_one" (a logit of 0), "logit", or
-            "token", whose logit depends on the query.
-        has_bias: whether something is added that depends on neither q nor k.
+        scale: the factor of q.k; None if no line, soft-cap or clamp explains the logits.
+        softcap: c of `c tanh(s / c)`; None without a soft-cap.
+        limit: the size at which logits are clamped; None without a clamp.
+        causal: whether no query sees a later token; None where no logits were seen.
+        window: the largest number of keys that a query sees, its own included; None for all.
+        sink: None, "off_by_one" (a logit of 0), "logit", or "token", whose logit depends on the query.
+        has_bias: whether something is added to the logits that depends on neither q nor k.
+        is_plain: whether causality and window explain the mask, so that nothing else hides keys.
     """
 
     scale: float | None
@@ -45,7 +44,7 @@ class Scores:
 
 
 def read_scores(site: Site, *, normed: bool) -> Scores:
-    """Ask with random q and k; where no norm bounds the logits, with far larger ones too."""
+    """Read them from random q and k, which are larger where no norm bounds the logits."""
     spread = 1.0 if normed else 3.0
     attention = _ask(site, spread)
     if attention.logits is None:
@@ -58,11 +57,11 @@ def read_scores(site: Site, *, normed: bool) -> Scores:
         if far.logits is not None and far.logits.shape == logits.shape:
             _, softcap, limit = _line(products(far)[visible], far.logits[visible])
     if scale is None:
-        # A softmax does not mind what its rows are shifted by, such as their maximum.
+        # A constant in a row, such as its maximum, does not change the softmax.
         scale = _shifted_line(dots, logits, visible)
     other = _ask(site, spread, seed=30) if scale is None else None
     if other is not None and other.logits is not None and other.logits.shape == logits.shape:
-        # A bias of positions, as of ALiBi, is the same for other q and k.
+        # A bias of positions, such as ALiBi's, stays the same when q and k change.
         scale = _shifted_line(dots - products(other), logits - other.logits, visible)
     causal, window, is_plain = _mask(visible)
     return Scores(
@@ -84,7 +83,7 @@ def _ask(site: Site, spread: float, seed: int = 20) -> Attention:
 
 
 def _sink(site: Site, spread: float, found: Tensor | None) -> str | None:
-    """The kind of a sink, from its logits for other q and k, and for other parameters."""
+    """Return the kind of a sink: its logit depends on q, or on a parameter, or on nothing."""
     if found is None:
         return None
 
@@ -96,7 +95,7 @@ def _sink(site: Site, spread: float, found: Tensor | None) -> str | None:
         return "token"
     if bool((found.abs() > at.SINK_MOVES).any()):
         return "logit"
-    # A learnable one may happen to be 0.
+    # A learnable logit may happen to be 0.
     for parameter in site.module.parameters():
         if parameter.numel() in (1, site.q_heads):
             with nudged(parameter, (0,) * parameter.dim()):
@@ -106,13 +105,13 @@ def _sink(site: Site, spread: float, found: Tensor | None) -> str | None:
 
 
 def products(attention: Attention) -> Tensor:
-    """q.k `[B, H, T, T]` in fp64."""
+    """Return q.k `[B, H, T, T]` in fp64."""
     q, k = attention.q.double(), attention.k.double()
     return q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
 
 
 def _line(dots: Tensor, logits: Tensor) -> tuple[float | None, float | None, float | None]:
-    """Scale, soft-cap, clamp."""
+    """Return the scale, the soft-cap and the clamp that lead from q.k to the logits."""
 
     def slope(chosen: Tensor) -> float:
         x, y = dots[chosen], logits[chosen]
@@ -160,7 +159,7 @@ def _shifted_line(dots: Tensor, logits: Tensor, visible: Tensor) -> float | None
 
 
 def _mask(visible: Tensor) -> tuple[bool, int | None, bool]:
-    """Causal, the window if it is one, and whether that explains who sees whom."""
+    """Return whether the mask is causal, its window if it has one, and whether these two explain it."""
     T, Tk = visible.shape[-2:]
     if T < 2 or Tk != T:
         return False, None, bool(visible.all())

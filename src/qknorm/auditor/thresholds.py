@@ -1,14 +1,14 @@
-"""Every number by which the auditor decides, why it is that number, and the test that holds it.
+"""Every number by which the auditor decides, with its reason and its test.
 
-`tests/auditor/test_thresholds.py` has a test of each name that passes, and that fails once the number is
-halved or doubled. What is only a size of a probe stands where the probe is.
+`tests/auditor/test_thresholds.py` has a test of each name. It passes with the number as it is and fails
+when the number is halved or doubled. Numbers that are only the size of a probe stand next to that probe.
 """
 
 from __future__ import annotations
 
 
 class Threshold(float):
-    """A number, why it is what it is, and the name of its test."""
+    """A number, the reason for its value, and the name of its test."""
 
     why: str
     test: str
