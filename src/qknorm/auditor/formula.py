@@ -51,7 +51,7 @@ class Formula:
     Attributes:
         q_norm, k_norm: None, "rms", "layer" (the mean is subtracted) or "l2" (unit length).
         statistic: the entries that share one statistic: "head", "full" (all heads), "heads" (the same
-            entry of all heads), or "2 heads" and the like (so many heads at a time); None without a norm.
+            entry of all heads), or "2 heads" and the like (so many at a time); None without a norm.
         gain, k_gain: the shape of the gain of q and of k: None, "head" `[H, D]`, "shared" `[D]`,
             "full" `[H * D]` or "scalar".
         q_gain_values, k_gain_values: the effective gains, `[H, D]`; None without a norm.
