@@ -16,8 +16,11 @@ from qknorm.ops.products import rounds
 
 
 def exact_products() -> AbstractContextManager[object]:
-    """Where the user lets such products round, they are made in fp64. No setting of torch is touched:
-    settings belong to the whole process. What is compiled, or a kernel, rounds as it does."""
+    """Compute products of fp32 tensors in fp64 where the user lets torch round them.
+
+    No setting of torch is changed, since settings belong to the whole process. Compiled code and custom
+    kernels still round as they do.
+    """
     return _InDouble() if rounds("cpu") or rounds("cuda") else nullcontext()
 
 

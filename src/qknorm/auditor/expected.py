@@ -1,4 +1,4 @@
-"""What the attentions of a model are meant to be, held against what was read back."""
+"""Compare the formula of each attention with what the user expects of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS = {"yes": True, "true": True, "no": False, "false": False}
 
 @dataclass(frozen=True)
 class Expected:
-    """One expectation of the attentions whose paths match a pattern."""
+    """One expected property of the attentions whose paths match a pattern."""
 
     pattern: str
     key: str
@@ -40,10 +40,10 @@ class Expected:
 
 
 def parse(expect: Mapping[str, object]) -> list[Expected]:
-    """`{"causal": True}`, or `{"model.layers.0.*:window": 32}` for some of the attentions. Values may be
-    words, as on the command line: yes, no, none, numbers.
+    """Parse expectations: `{"causal": True}`, or `{"model.layers.0.*:window": 32}` for some of the
+    attentions. Values may be words, as on the command line: yes, no, none, numbers.
 
-    Raises ValueError for what cannot be expected.
+    Raises ValueError for an unknown key or value.
     """
     found = []
     for name, value in expect.items():
@@ -75,7 +75,7 @@ def _value(key: str, value: object) -> Value:
 
 
 def check(expected: list[Expected], layer: Layer, not_probed: list[str]) -> Iterator[Finding]:
-    """QK024. What cannot be told is noted."""
+    """QK024: the formula differs from what is expected. What cannot be decided goes to `not_probed`."""
     for one in expected:
         if not fnmatchcase(layer.path, one.pattern):
             continue
@@ -89,7 +89,7 @@ def check(expected: list[Expected], layer: Layer, not_probed: list[str]) -> Iter
 
 
 def unchecked(expected: list[Expected], read: Collection[str], every: Collection[str]) -> Iterator[str]:
-    """Expectations of attentions that could not be read back, or of none."""
+    """List the expectations that match no attention, or only such that could not be read."""
     for one in expected:
         paths = [path for path in every if fnmatchcase(path, one.pattern)]
         yield from (
@@ -100,7 +100,7 @@ def unchecked(expected: list[Expected], read: Collection[str], every: Collection
 
 
 def _found(one: Expected, layer: Layer) -> list[Value]:
-    """What was read back, of both q and k where they may differ."""
+    """Return the property that was read, for q and for k where they may differ."""
     f, sides, tokens = layer.f, layer.normed, layer.site.raw_shape("k")[1]
     if one.key in ("causal", "window", "sink") and f.causal is None:
         raise NotUnderstoodError("its logits were not seen")

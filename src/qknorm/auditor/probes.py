@@ -1,4 +1,4 @@
-"""Probes of the whole model: who sees whom, do all paths agree, what does nothing.
+"""Probes of the whole model: which tokens an output depends on, whether all paths agree, what is unused.
 
 Shapes: B batch, T tokens.
 """
@@ -22,14 +22,16 @@ from qknorm.auditor.trace import Attention
 
 
 def _other_token(tokens: Tensor) -> Tensor:
-    """Another id that is in use, for every token."""
+    """Replace every token id by another one that occurs in the inputs."""
     ids = tokens.unique()
     return ids[(torch.searchsorted(ids, tokens) + 1) % len(ids)]
 
 
 def apart(found: Tensor, base: Tensor) -> Tensor:
-    """How far two outputs differ at each token, relative to the largest entry, in fp64: 0 where neither
-    is finite, infinite where one is."""
+    """Return by how much two outputs differ at each token, in fp64, relative to the largest entry.
+
+    The difference is 0 where neither output is finite, and infinite where one of the two is.
+    """
     size = float(base.nan_to_num(0.0, 0.0, 0.0).abs().max()) or 1.0
     rows = []
     # Row by row: outputs may be logits over a large vocabulary.
@@ -42,8 +44,11 @@ def apart(found: Tensor, base: Tensor) -> Tensor:
 
 
 def find_leaks(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
-    """Outputs that move when a token that they must not see is another one: QK014 on the path that the
-    model takes by itself, QK019 on another that leaks what it does not."""
+    """Find outputs that change with a token that they must not see.
+
+    QK014 if that happens on the path that the model takes by default, QK019 if another path leaks what
+    the default path does not.
+    """
     if subject.tokens is None or len(subject.inputs[subject.tokens].unique()) < 2:
         not_probed.append("leaks: the model takes no tokens")
         return
@@ -101,7 +106,7 @@ def _leaks_of(s: Subject, path: str, base: Tensor) -> Iterator[tuple[str, float]
 
 
 def find_disagreement(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
-    """QK015: outputs of real tokens that differ between paths."""
+    """QK015: find outputs of real tokens that differ between paths."""
     default, *others = subject.paths
     dtype = dtype_of(subject.model)
     tolerance = at.AGREE if dtype == torch.float32 else at.AGREE_LOW
@@ -124,7 +129,7 @@ def find_disagreement(subject: Subject, not_probed: list[str]) -> Iterator[Findi
 
 
 def find_shifts(subject: Subject) -> Iterator[Finding]:
-    """QK023: outputs that move when all positions shift."""
+    """QK023: find outputs that change when all positions are shifted by the same number."""
     name = subject.positions()
     if name is None or subject.tokens is None:
         return
@@ -139,7 +144,7 @@ def find_shifts(subject: Subject) -> Iterator[Finding]:
 
 
 def _of_attention(subject: Subject, layers: Iterable[str]) -> dict[nn.Parameter, str]:
-    """Parameters of attention by layer path."""
+    """Return the parameters of the attention layers, each with the path of its layer."""
     found: dict[nn.Parameter, str] = {}
     for path in layers:
         for parameter in subject.model.get_submodule(path.split(" #")[0]).parameters():
@@ -151,10 +156,12 @@ def _of_attention(subject: Subject, layers: Iterable[str]) -> dict[nn.Parameter,
 def _slopes(
     subject: Subject, parameters: Iterable[nn.Parameter], path: str, rows: Tensor | None = None
 ) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
-    """Parameters whose gradient is 0, and those whose gradient is not finite, of a random sum of the
-    outputs of the last token, or of chosen rows `[B, T]`. Each gradient is looked at and dropped:
-    together they are as large as the attentions of the model. The graph holds what these parameters need
-    and no more."""
+    """Return the parameters whose gradient is 0, and those whose gradient is not finite.
+
+    The gradient is that of a random sum of the outputs of the last token, or of `rows` `[B, T]` if they
+    are given. Each gradient is dropped as soon as it was examined, since all of them together are as
+    large as the attention layers. The graph holds only what these parameters need.
+    """
     found = list(parameters)
     idle, spoilt = set(found), set()
     own = {p: p.grad for p in found}
@@ -195,8 +202,10 @@ def _slopes(
 
 @contextmanager
 def _awake(model: nn.Module, idle: Collection[nn.Parameter]) -> Iterator[None]:
-    """Some noise in the other parameters that are all 0, through which no gradient passes: that is how
-    LoRA and the last projection of many blocks begin."""
+    """Put noise into the other parameters that are all 0, since no gradient passes through them.
+
+    LoRA and the last projection of many blocks start at 0.
+    """
     zeros = [p for p in model.parameters() if p.is_floating_point() and p not in idle and not p.any()]
     before = [p.detach().clone() for p in zeros]
     with torch.no_grad():
@@ -211,7 +220,7 @@ def _awake(model: nn.Module, idle: Collection[nn.Parameter]) -> Iterator[None]:
 
 
 def blind_rows(attention: Attention, others: Tensor | None) -> Tensor | None:
-    """`[B, T]`, the tokens that see no key here, and those of other layers."""
+    """Return the tokens `[B, T]` that see no key in this attention or in `others`."""
     if attention.logits is None:
         return others
     rows = (attention.logits <= at.HIDDEN).all(-1).any(1).cpu()
@@ -221,7 +230,7 @@ def blind_rows(attention: Attention, others: Tensor | None) -> Tensor | None:
 def find_poison(
     subject: Subject, layers: Iterable[str], blind: Tensor | None, not_probed: list[str]
 ) -> Iterator[Finding]:
-    """QK014: rows whose softmax is 0 / 0, since they see no key, and what they reach."""
+    """QK014: find rows that see no key, whose softmax is 0 / 0, and the outputs that they make NaN."""
     if blind is None or not bool(blind.any()):
         return
     real = subject.real()
@@ -249,7 +258,7 @@ def find_poison(
 def find_idle(
     subject: Subject, layers: Mapping[str, tuple[int, int]], not_probed: list[str]
 ) -> Iterator[Finding]:
-    """QK009: parameters that do nothing; QK013: sinks that do nothing on some path.
+    """QK009: find parameters on which no output depends. QK013: find sinks that a path ignores.
 
     `layers` holds heads and head width of each layer, the last at the end.
     """
@@ -280,7 +289,7 @@ def find_idle(
 
 
 def find_useless_clip(subject: Subject) -> Iterator[Finding]:
-    """QK012: `model.qk_clip_(max_logit)` in a model whose norms undo it."""
+    """QK012: find a `model.qk_clip_(max_logit)` whose effect the norms undo."""
     if not callable(getattr(subject.model, "qk_clip_", None)):
         return
     model = copy.deepcopy(subject.model)

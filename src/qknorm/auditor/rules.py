@@ -1,4 +1,4 @@
-"""From the formula of one attention to findings: one rule for each thing that may be wrong with it."""
+"""The rules of one attention: each compares a part of its formula with what it should be."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Layer:
 
 
 def of_norms(layer: Layer) -> Iterator[Finding]:
-    """Which norms there are, over what, with which gains."""
+    """QK001, QK002, QK004, QK005, QK006, QK016: the norms, their statistics and their gains."""
     path, f, sides = layer.path, layer.f, layer.normed
     if not sides:
         yield finding("QK001", path, "q and k are not normed")
@@ -69,20 +69,20 @@ def of_norms(layer: Layer) -> Iterator[Finding]:
 
 
 def _is_constant(side: Side) -> bool:
-    """Whether nothing like a gain was read, wherever its values may be stored."""
+    """Whether the gain is a constant, wherever its values may be stored."""
     assert side.gain.values is not None
     middle = float(side.gain.values.median())
     return float((side.gain.values - middle).abs().max()) < at.PROPORTIONAL * abs(middle)
 
 
 def of_values(layer: Layer) -> Iterator[Finding]:
-    """QK003."""
+    """QK003: V is normed."""
     if layer.f.v_norm:
         yield finding("QK003", layer.path, "V does not grow with its projection")
 
 
 def of_eps(layer: Layer) -> Iterator[Finding]:
-    """QK007, once for a layer."""
+    """QK007: eps is missing, too small or in another place. Reported once for a layer."""
     for name, side in layer.normed.items():
         assert side.eps is not None
         zero = layer.site.answers(name, drawn(layer.site.raw_shape(name), 0, 0.0))
@@ -103,8 +103,11 @@ def of_eps(layer: Layer) -> Iterator[Finding]:
 
 
 def of_precision(layer: Layer) -> Iterator[Finding]:
-    """QK008: in fp32 by what the best norm leaves unexplained; in the model's own low dtype by how much
-    the length of an answer differs from that of the fp32 norm, which is shared by all its entries."""
+    """QK008: the statistic has a low precision.
+
+    In fp32 the residual of the fit shows it. In the model's own low dtype the length of q or k shows it:
+    an error of the statistic scales all entries of a vector alike, which rounding does not.
+    """
     site = layer.site
     for name, side in layer.normed.items():
         if side.fit.residual > at.EXACT:
@@ -125,12 +128,12 @@ def of_precision(layer: Layer) -> Iterator[Finding]:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """Of its first floating parameter."""
+    """Return the dtype of the first floating-point parameter, fp32 without one."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _lost_when_large(site: Site, name: str) -> float:
-    """How far answers to raw vectors around 300, whose squares overflow in fp16, are from usual ones."""
+    """Return how far q or k for raw entries around 300, whose squares overflow in fp16, is off."""
     raw = drawn(site.raw_shape(name), 0)
     usual, large = site.answers(name, raw), site.answers(name, 300 * raw)
     if not bool(large.isfinite().all()):
@@ -139,7 +142,7 @@ def _lost_when_large(site: Site, name: str) -> float:
 
 
 def _error_of_length(site: Site, name: str, dtype: torch.dtype) -> float:
-    """Root mean square of the relative error of the lengths of answers, large raw vectors included."""
+    """Return the RMS of the relative error of the lengths of q or k, also for large raw vectors."""
     errors = []
     for seed, spread in enumerate((1.0, 3.0, 300.0)):
         raw = drawn(site.raw_shape(name), seed, spread).to(dtype).float()
@@ -153,7 +156,7 @@ def _error_of_length(site: Site, name: str, dtype: torch.dtype) -> float:
 
 
 def of_limits(layer: Layer) -> Iterator[Finding]:
-    """QK011."""
+    """QK011: entries or logits are clamped."""
     limits: dict[str, float | None] = {}
     for name, side in layer.sides.items():
         limits[f"entries of {name}"] = side.fit.limit
@@ -167,7 +170,7 @@ def of_limits(layer: Layer) -> Iterator[Finding]:
 
 
 def of_scale(layer: Layer) -> Iterator[Finding]:
-    """QK017, QK018."""
+    """QK017, QK018: the scale is 1/D, or belongs to another width."""
     site, f, D = layer.site, layer.f, layer.f.head_dim
     if f.scale is None:
         return
@@ -183,7 +186,7 @@ def of_scale(layer: Layer) -> Iterator[Finding]:
 
 
 def of_rope(layer: Layer) -> Iterator[Finding]:
-    """QK023: whether A_q' A_k at two positions depends on their distance alone."""
+    """QK023: A_q' A_k at two positions depends on more than their distance."""
     if layer.f.order == "after":
         return
     q, k = layer.sides["q"].fit, layer.sides["k"].fit
@@ -198,13 +201,13 @@ def of_rope(layer: Layer) -> Iterator[Finding]:
 
 
 def _rotation(side: Fit) -> Tensor:
-    """A without the gain, which precedes it."""
+    """Return A without the gain, which is applied before the rotation."""
     first = torch.diagonal(side.matrices[0], dim1=-2, dim2=-1)
     return side.matrices / torch.where(first.abs() < 1e-6, 1.0, first)[None, :, None, :]
 
 
 def of_gains(layer: Layer) -> Iterator[Finding]:
-    """QK020."""
+    """QK020: a gain of a trained model is at its initial value."""
     for name, side in layer.sides.items():
         values = side.gain.values
         if not layer.is_trained or values is None or side.gain.kind is None:
@@ -221,7 +224,7 @@ def of_gains(layer: Layer) -> Iterator[Finding]:
 
 
 def of_optimizer(layer: Layer) -> Iterator[Finding]:
-    """QK010."""
+    """QK010: the optimizer decays a gain, or treats it as a matrix."""
     optimizer = layer.optimizer
     if optimizer is None:
         return
@@ -243,7 +246,7 @@ def of_optimizer(layer: Layer) -> Iterator[Finding]:
 
 
 def of_bound(layer: Layer) -> Iterator[Finding]:
-    """QK022: the bound of the gains beside the largest logit of queries that are real tokens."""
+    """QK022: state the bound that the gains imply, and the largest logit of real tokens."""
     site, f, logits = layer.site, layer.f, layer.site.attention.logits
     if f.q_gain_values is None or f.k_gain_values is None or f.scale is None or f.statistic != "head":
         return
