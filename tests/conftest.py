@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +45,27 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
 # that must not be while those below stand in for them.
 with torch.device("cpu"):
     torch.empty(0)
+
+
+def _wide_patterns() -> list[re.Pattern[str]]:
+    lines = Path(__file__).with_name("wide.txt").read_text("utf-8").splitlines()
+    return [re.compile(line) for line in lines if line and not line.startswith("#")]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of `wide.txt`. A pattern that matches none of the tests of a file is an error."""
+    matched = set()
+    patterns = _wide_patterns()
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        for pattern in patterns:
+            if pattern.search(name):
+                item.add_marker(pytest.mark.wide)
+                matched.add(pattern)
+    is_whole = len({item.path for item in items}) > 50  # and not some files or tests that were named
+    unmatched = [pattern.pattern for pattern in patterns if pattern not in matched]
+    if is_whole and unmatched:
+        raise pytest.UsageError(f"tests/wide.txt: no test is called {' or '.join(unmatched)}")
 
 
 def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
