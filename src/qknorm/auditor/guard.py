@@ -43,10 +43,10 @@ class TargetError(ValueError):
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Whatever goes wrong while something is read or built is a TargetError that names it."""
+    """Turn whatever is raised while something is read or built into a TargetError that names it."""
     try:
         yield
-    except TargetError:
+    except (TargetError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also SystemExit: a factory that calls sys.exit(0) is no success
         raise TargetError(f"{what} cannot be read: {in_one_line(error)}") from error

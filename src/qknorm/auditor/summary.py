@@ -1,17 +1,30 @@
-"""A report in few words: findings that many layers share, and kinds of layers, as plain strings."""
+"""A report in few words: its verdict, findings that many layers share, and kinds of layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from qknorm.auditor.findings import Finding, Report, plain_formula
+from qknorm.auditor.findings import SEVERITIES, Finding, Report, Severity, plain_formula
 
 COLUMNS = ("layers", "norm", "over", "gain", "eps", "order", "RoPE", "scale", "heads", "mask")
 
 
-def verdict(target: str, failing: int) -> str:
-    """The first line."""
-    return f"{target}: {failing} finding{'s' * (failing > 1)}" if failing else f"{target}: nothing found"
+def verdict(report: Report, target: str, fail_on: Severity) -> str:
+    """Return the first line. It counts findings as they are listed: one for all layers that share it."""
+    listed = len(grouped(report.findings))
+    failing = len(grouped(report.at_least(fail_on)))
+    level = fail_on if fail_on == SEVERITIES[-1] else f"{fail_on} or above"
+    if not listed:
+        return f"{target}: passed, nothing found"
+    if not failing:
+        return f"{target}: passed, {_count(listed)} below {fail_on}"
+    if failing == listed:
+        return f"{target}: failed, {_count(failing)} of severity {level}"
+    return f"{target}: failed, {_count(listed)}, {failing} of severity {level}"
+
+
+def _count(findings: int) -> str:
+    return f"{findings} finding{'s' * (findings != 1)}"
 
 
 def grouped(findings: list[Finding]) -> list[list[Finding]]:
@@ -45,8 +58,9 @@ def _rounded(value: Any) -> Any:
 
 
 def _row(layers: int, f: dict[str, Any]) -> tuple[str, ...]:
-    norms = f["q_norm"] if f["q_norm"] == f["k_norm"] else f"q {f['q_norm']}, k {f['k_norm']}"
-    gains = f["gain"] if f["gain"] == f["k_gain"] else f"q {f['gain']}, k {f['k_gain']}"
+    def of_both(q: str | None, k: str | None) -> str:
+        return q or "-" if q == k else f"q {q or 'none'}, k {k or 'none'}"
+
     mask = ["causal"] if f["causal"] else []
     if f["window"] is not None:
         mask.append(f"window {f['window']}")
@@ -56,11 +70,11 @@ def _row(layers: int, f: dict[str, Any]) -> tuple[str, ...]:
         mask.append(f"cap {f['softcap']:.3g}")
     return (
         str(layers),
-        str(norms),
-        str(f["statistic"]),
-        str(gains),
+        of_both(f["q_norm"], f["k_norm"]),
+        f["statistic"] or "-",
+        of_both(f["gain"], f["k_gain"]),
         "-" if f["eps"] is None else f"{f['eps']:.1e} {f['eps_place']}",
-        str(f["order"]),
+        f["order"] or "-",
         "-" if f["rope"] is None else f"{f['rope']} {f['rotary_width']}",
         "?" if f["scale"] is None else f"{f['scale']:.4g}",
         f"{f['q_heads']}/{f['kv_heads']} x {f['head_dim']}",

@@ -69,7 +69,7 @@ def _checkpoint(folder: Path, weights: bool) -> Target:
         kind: Any = (names and getattr(transformers, names[0], None)) or transformers.AutoModel
         if not weights:
             return Target(kind.from_config(config) if hasattr(kind, "from_config") else kind(config))
-        model, told = kind.from_pretrained(folder, output_loading_info=True)
+        model, told = kind.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
         return Target(model, None, told["unexpected_keys"], told["missing_keys"])
 
 
@@ -102,6 +102,13 @@ def _factory(target: str) -> Target:
     if not isinstance(model, nn.Module):
         raise TargetError(f"{target} returned a {type(model).__name__}, not a module, or one and inputs")
     return Target(model, inputs)
+
+
+def looks_trained(model: nn.Module) -> bool:
+    """Whether weights come from training: some vector beside the gains of q and k, such as the gain of
+    another norm, is not constant. True where there is no such vector."""
+    vectors = [p for name, p in model.named_parameters() if p.dim() == 1 and norm_of(name) is None]
+    return not vectors or any(bool((p != p[:1]).any()) for p in vectors)
 
 
 def with_loading(report: Report, target: Target) -> Report:

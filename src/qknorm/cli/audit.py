@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +17,10 @@ from rich.text import Text
 import qknorm
 from qknorm.auditor import SEVERITIES, Report
 from qknorm.auditor import audit as run_audit
+from qknorm.auditor.findings import Severity
 from qknorm.auditor.sarif import to_sarif
 from qknorm.auditor.summary import COLUMNS, grouped, layer_kinds, places, verdict
-from qknorm.auditor.targets import load, with_loading
+from qknorm.auditor.targets import load, looks_trained, with_loading
 from qknorm.auditor.weights import audit_weights
 from qknorm.cli import options as o
 from qknorm.cli.audit_page import to_html
@@ -43,7 +46,11 @@ def audit(
         typer.Option(help="What is meant, as causal, window=32, norm=head, eps=1e-6; repeatable."),
     ] = None,
     trained: Annotated[
-        bool | None, typer.Option("--trained/--untrained", help="The weights come from training.")
+        bool | None,
+        typer.Option(
+            "--trained/--untrained",
+            help="Whether the weights come from training; seen from the weights of a file if not said.",
+        ),
     ] = None,
     weights: Annotated[
         bool, typer.Option("--weights/--no-weights", help="Read the weights of a checkpoint.")
@@ -67,25 +74,26 @@ def audit(
     meant = {key: value or "yes" for key, _, value in (text.partition("=") for text in expect or [])}
     path = Path(target)
     is_file = path.is_file() and (path.suffix != ".gguf" or weights_only)
-    with redirect_stdout(sys.stderr):  # what a model prints is not the answer
+    with _stdout_to_stderr():  # what a model prints is not the answer
         if is_file:
             report = audit_weights(path, expect=meant, suppress=declared)
         else:
             loaded = load(target, weights=weights)
-            is_trained = (path.exists() and weights) if trained is None else trained
+            if trained is None:
+                trained = path.exists() and weights and looks_trained(loaded.model)
             report = run_audit(
-                loaded.model, loaded.inputs, trained=is_trained, expect=meant, suppress=declared
+                loaded.model, loaded.inputs, trained=trained, expect=meant, suppress=declared
             )
             report = with_loading(report, loaded).suppressing(declared)
     if sarif is not None:
         sarif.write_text(json.dumps(to_sarif(report, target, qknorm.__version__), indent=2) + "\n")
     found = report.at_least(fail_on)
     if html is not None:
-        html.write_text(to_html(report, target, len(found)), encoding="utf-8")
+        html.write_text(to_html(report, target, fail_on), encoding="utf-8")
     if as_json:
         print_json({"target": target, "fail_on": fail_on, "passed": not found} | report.to_json())
     else:
-        show(report, target, len(found))
+        show(report, target, fail_on)
     if not found and not report.formulas and not is_file:
         complain(f"no attention of {target} could be read back: {'; '.join(report.not_probed)}")
         return 2
@@ -99,10 +107,24 @@ def _declared(text: str) -> tuple[str, str]:
     return code, reason
 
 
-def show(report: Report, target: str, failing: int) -> None:
-    """Verdict first, then findings, formulas, and what was and was not done."""
-    style = "bold red" if failing else "bold green"
-    out.print(Text(verdict(target, failing), style=style), soft_wrap=True)
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send to stderr whatever is printed, by Python, by C code or by a child process."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def show(report: Report, target: str, fail_on: Severity) -> None:
+    """Print the verdict, then findings, formulas, and what was and was not probed."""
+    style = "bold red" if report.at_least(fail_on) else "bold green"
+    out.print(Text(verdict(report, target, fail_on), style=style), soft_wrap=True)
     for group in grouped(report.findings):
         one = group[0]
         head = Text.assemble(

@@ -6,11 +6,12 @@ from importlib.resources import files
 
 import qknorm
 from qknorm.auditor import Report
+from qknorm.auditor.findings import Severity
 from qknorm.auditor.summary import COLUMNS, grouped, layer_kinds, verdict
 
 
-def to_html(report: Report, target: str, failing: int) -> str:
-    """The page. Raises ValueError without the `report` extra."""
+def to_html(report: Report, target: str, fail_on: Severity) -> str:
+    """Return the page. Raises ValueError without the `report` extra."""
     try:
         import jinja2
     except ImportError as error:
@@ -20,8 +21,8 @@ def to_html(report: Report, target: str, failing: int) -> str:
     )
     page = environment.from_string(files("qknorm.cli").joinpath("audit.html").read_text("utf-8"))
     return page.render(
-        verdict=verdict(target, failing),
-        failing=failing,
+        verdict=verdict(report, target, fail_on),
+        failing=bool(report.at_least(fail_on)),
         version=qknorm.__version__,
         groups=grouped(report.findings),
         columns=COLUMNS,
