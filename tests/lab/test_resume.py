@@ -151,7 +151,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_left_alone(config, stopped
 # Signals ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_first_signal_ends_the_run_after_the_step_with_a_checkpoint(config, tmp_path, number):
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     outcome = train(config, tmp_path / "run", on_item=at_step(9, stop(number)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -48,6 +49,12 @@ def main() -> None:
     """Run the command line; bad input ends in one sentence on stderr and exit code 2."""
     try:
         app()
+    except BrokenPipeError:
+        # Whoever read what is printed is gone. At exit Python writes out what is left: to nowhere.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        sys.exit(1)
     except (ValueError, OSError) as error:
         complain(_sentence(error))
         sys.exit(2)

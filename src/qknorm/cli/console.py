@@ -21,9 +21,19 @@ from qknorm.lab.files import plain
 from qknorm.monitor import Alert, Record
 from qknorm.monitor.to.jsonl import Item
 
+
+class _Console(Console):
+    """A console that lets its caller decide what a closed pipe means; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise BrokenPipeError, and print nothing from here on."""
+        self.quiet = True
+        raise BrokenPipeError
+
+
 # Names and paths of users may hold brackets: no markup anywhere.
-out = Console(highlight=False, markup=False)
-err = Console(stderr=True, highlight=False, markup=False)
+out = _Console(highlight=False, markup=False)
+err = _Console(stderr=True, highlight=False, markup=False)
 
 
 def complain(sentence: str) -> None:

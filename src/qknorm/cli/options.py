@@ -86,9 +86,26 @@ _SHARED = [
     _Shared(owner=_T, name="dtype", kind=str, help="float32, or bfloat16 for autocast."),
     _Shared(owner=_T, name="compile", kind=bool, help="Use torch.compile.", flag="--compile"),
     _Shared(owner=_T, name="stats_every", kind=int, help="Steps between attention statistics."),
-    _Shared(owner=_T, name="checkpoint_every", kind=int, help="Steps; 0: only at the end."),
+    _Shared(
+        owner=_T,
+        name="checkpoint_every",
+        kind=int,
+        help="Steps between checkpoints; 0: only at the end.",
+    ),
     _Shared(owner=_T, name="tensorboard", kind=bool, help="Also write its files.", flag="--tensorboard"),
 ]
+
+
+def given(context: typer.Context) -> set[str]:
+    """Return the names of the options that stand on the command line and are not left at a default."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
+def flag(name: str) -> str:
+    """Return an option as it is spelled on the command line."""
+    spelled = {option.name: option.flag for option in _SHARED}
+    return spelled.get(name) or "--" + name.replace("_", "-")
 
 
 def with_run_options(command: Callable[..., int]) -> Callable[..., int]:

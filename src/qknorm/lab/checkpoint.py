@@ -36,10 +36,11 @@ def save(state: dict[str, Any], path: Path) -> None:
         replace_file(path, lambda file: torch.save(state | {"format": FORMAT}, file))
     # torch reports a failed write of its archive as RuntimeError.
     except (OSError, RuntimeError) as error:
-        kept = "; the previous checkpoint is untouched" if path.exists() else ""
-        raise CheckpointError(
-            f"could not save {path}: {_reason(error)}{kept}; free some space and resume"
-        ) from error
+        if path.exists():
+            rest = "; the previous checkpoint is untouched: free some space and resume from it"
+        else:
+            rest = ", and there is no earlier checkpoint: free some space and start again"
+        raise CheckpointError(f"could not save {path}: {_reason(error)}{rest}") from error
 
 
 def check_finite(state: dict[str, Any]) -> None:

@@ -89,9 +89,9 @@ def compare(
     """
     runs = config.runs()
     if not overwrite:
-        files.refuse_if_taken(folder, files.COMPARISON_FILES, "the comparison")
+        files.refuse_if_taken(folder, files.COMPARISON_FILES)
         for name, _ in runs:
-            files.refuse_if_taken(folder / name, files.RUN_FILES, "the run")
+            files.refuse_if_taken(folder / name, files.RUN_FILES)
     else:
         # Unreadable data must not cost the old runs.
         base = config.base

@@ -1,19 +1,21 @@
-"""Files that are whole or absent, and the names of those that a run and a comparison leave."""
+"""Files that are whole or absent, what a run and a comparison leave, and the lock of a run."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 CHECKPOINT_FILE = "checkpoint.pt"
 CONFIG_FILE = "config.json"
 ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = "run.lock"
 REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -51,13 +53,58 @@ def replace_json(path: Path, value: Any) -> None:
     replace_file(path, lambda file: file.write(text.encode()))
 
 
-def refuse_if_taken(folder: Path, names: tuple[str, ...], what: str) -> None:
-    """Raise ValueError if a folder holds one of the names."""
+def refuse_if_taken(folder: Path, names: tuple[str, ...], *, resumable: bool = False) -> None:
+    """Raise ValueError if a folder holds one of the names. `resumable`: say that --resume goes on."""
     taken = [name for name in names if (folder / name).exists()]
-    if taken:
-        raise ValueError(
-            f"{folder} already holds {taken[0]}: give --overwrite to replace {what}, or another folder"
-        )
+    if not taken:
+        return
+    refuse_if_running(folder)
+    resume = "give --resume to continue the run, " if resumable else ""
+    raise ValueError(
+        f"{folder} already holds {taken[0]}: {resume}another folder, or --overwrite, which deletes what "
+        "is there"
+    )
+
+
+def lock(folder: Path) -> IO[str]:
+    """Hold the folder of a run against other processes, until `unlock` or until this process is gone.
+
+    Raises ValueError if another process holds it.
+    """
+    path = folder / LOCK_FILE
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read().strip()
+            file.close()
+            raise ValueError(
+                f"a run is going on in {folder} (process {who or 'unknown'}): wait for its end, "
+                "stop it, or use another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            return file
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            break
+        file.close()  # the one who held it has removed it meanwhile
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def unlock(folder: Path, file: IO[str]) -> None:
+    """End what `lock` began."""
+    (folder / LOCK_FILE).unlink(missing_ok=True)
+    file.close()
+
+
+def refuse_if_running(folder: Path) -> None:
+    """Raise ValueError if a run is going on in a folder."""
+    if (folder / LOCK_FILE).exists():
+        unlock(folder, lock(folder))
 
 
 def remove_run(folder: Path) -> None:
@@ -70,8 +117,14 @@ def remove_run(folder: Path) -> None:
 
 
 def remove_comparison(folder: Path) -> None:
-    """Delete the files of a comparison and of the runs directly inside it."""
+    """Delete the files of a comparison and of the runs directly inside it.
+
+    Raises ValueError, and deletes nothing, if one of them is going on.
+    """
+    runs = [log.parent for log in folder.glob(f"*/{METRICS_FILE}")]
+    for run in runs:
+        refuse_if_running(run)
     for name in COMPARISON_FILES:
         (folder / name).unlink(missing_ok=True)
-    for log in list(folder.glob(f"*/{METRICS_FILE}")):
-        remove_run(log.parent)
+    for run in runs:
+        remove_run(run)

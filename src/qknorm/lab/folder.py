@@ -31,7 +31,10 @@ class RunFolder:
         config: plain values, to be saved.
         resume_after: go on in a folder whose run has done so many steps; None starts anew.
         tensorboard: also write event files.
-        on_item: called with each record, alert and line, when it is written.
+        on_item: called with each record, alert and line, when it is written. Once it has raised
+            BrokenPipeError it is called no more, and `is_unheard` is true.
+
+    Raises ValueError if a run is going on in the folder.
     """
 
     def __init__(
@@ -45,23 +48,35 @@ class RunFolder:
     ) -> None:
         self.path = folder / files.CHECKPOINT_FILE
         self.writes = is_first_rank()
+        self.is_unheard = False
         if not self.writes:
             return
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.lock = folder, files.lock(folder)
+        try:
+            self._open(config, resume_after, tensorboard)
+        except BaseException:
+            files.unlock(folder, self.lock)
+            raise
+        self.on_item = on_item
+        self.to.append(self._say)
+
+    def _open(self, config: dict[str, Any], resume_after: int | None, tensorboard: bool) -> None:
+        folder = self.folder
         if resume_after is None:
             files.remove_run(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         files.replace_json(folder / files.CONFIG_FILE, config)
         files.replace_json(folder / files.ENVIRONMENT_FILE, environment.describe())
         self.log = JsonLines(folder / files.METRICS_FILE, resume_after=resume_after)
         self.alerts = Alerts()
         lines = read_lines(self.log.path)
         self.alerts.replay(to_record(line) for line in lines if line["kind"] == "record")
-        self.to: list[OnItem] = [self.log, on_item]
+        self.to: list[OnItem] = [self.log]
         self.board = None
         if tensorboard:
             again = None if resume_after is None else resume_after + 1
             self.board = summary_writer()(str(folder / files.TENSORBOARD_FOLDER), purge_step=again)
-            self.to.insert(1, self._scalars)
+            self.to.append(self._scalars)
 
     def put(self, item: Item) -> None:
         """Write an item, and after a record the alerts that are new with it. An error ends the run."""
@@ -73,6 +88,14 @@ class RunFolder:
             for alert in self.alerts(item):
                 self.put(alert)
 
+    def _say(self, item: Item) -> None:
+        if self.is_unheard:
+            return
+        try:
+            self.on_item(item)
+        except BrokenPipeError:  # whoever read what the command prints is gone
+            self.is_unheard = True
+
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint. Raises `checkpoint.NotFiniteError`, on every rank."""
         if self.writes:
@@ -82,10 +105,11 @@ class RunFolder:
 
     def close(self, *, ended: bool = False) -> None:
         """Write everything out; `ended`: say that the run is over."""
-        if self.writes:
+        if self.writes and not self.lock.closed:
             self.log.close(ended=ended)
             if self.board is not None:
                 self.board.close()
+            files.unlock(self.folder, self.lock)
 
     def _scalars(self, item: Item) -> None:
         assert self.board is not None

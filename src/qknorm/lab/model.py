@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, C width, V vocabulary, L layers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -90,6 +91,18 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """R."""
         return round(self.rotary_share * self.attention.width)
+
+
+def saved_model(saved: dict[str, Any]) -> ModelConfig:
+    """Return the configuration of a model from the plain values that a checkpoint holds."""
+    norm, cap = saved["norm"], saved["cap"]
+    return ModelConfig(
+        **saved
+        | {
+            "norm": None if norm is None else NormDialect(**norm),
+            "cap": None if cap is None else Cap(**cap),
+        }
+    )
 
 
 class Block(nn.Module):

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from qknorm.lab import checkpoint
-from qknorm.lab.capped import Cap
 from qknorm.lab.data import Codec
 from qknorm.lab.files import CHECKPOINT_FILE
-from qknorm.lab.model import LanguageModel, ModelConfig
-from qknorm.spec import NormDialect
-
-
-def model_config(saved: dict[str, Any]) -> ModelConfig:
-    """The configuration of a model from its saved form."""
-    saved = dict(saved)
-    saved["norm"] = None if saved["norm"] is None else NormDialect(**saved["norm"])
-    saved["cap"] = None if saved["cap"] is None else Cap(**saved["cap"])
-    return ModelConfig(**saved)
+from qknorm.lab.model import LanguageModel, saved_model
 
 
 def load_model(folder: Path) -> tuple[LanguageModel, Codec]:
     """The model of a run's checkpoint, and the codec of its text. Raises ValueError if it is damaged."""
     state = checkpoint.load(folder / CHECKPOINT_FILE)
     config = state["config"]
-    model = LanguageModel(model_config(config["model"]))
+    model = LanguageModel(saved_model(config["model"]))
     model.load_state_dict(state["model"])
     return model.eval(), Codec(config["data"]["tokenizer"])
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from qknorm.checks import check_eps
 from qknorm.lab import checkpoint, data, files
 from qknorm.lab.folder import OnItem, RunFolder, is_first_rank, summary_writer
-from qknorm.lab.model import LanguageModel, ModelConfig
+from qknorm.lab.model import LanguageModel, ModelConfig, saved_model
 from qknorm.lab.verdict import divergence
 from qknorm.monitor import Monitor, Record
 from qknorm.monitor.to.jsonl import Item
@@ -53,7 +53,8 @@ class TrainConfig:
         stats_every: the monitor observes the steps that are a multiple of it; 0 for none. The last
             evaluation is always observed.
         eval_batches: held-out batches at the end.
-        checkpoint_every: steps; 0 for only at the end.
+        checkpoint_every: steps between checkpoints, all that a killed process or a full disk can cost; 0
+            for only at the end.
         tensorboard: also write event files.
     """
 
@@ -77,7 +78,7 @@ class TrainConfig:
     seed: int = 0
     stats_every: int = 10
     eval_batches: int = 8
-    checkpoint_every: int = 0
+    checkpoint_every: int = 100
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
@@ -122,6 +123,20 @@ class TrainConfig:
         if self.schedule == "ramp":
             return first * 100**share
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+
+
+# How often to observe or to save may change when a run is resumed; the run itself may not.
+FREE = {"stats_every", "checkpoint_every", "tensorboard", "eval_batches"}
+
+
+def saved_config(folder: Path) -> TrainConfig:
+    """Return the configuration of the run in a folder, from its checkpoint.
+
+    Raises ValueError without one.
+    """
+    saved = checkpoint.load(folder / files.CHECKPOINT_FILE)["config"]
+    model, source = saved_model(saved["model"]), data.DataConfig(**saved["data"])
+    return TrainConfig(**saved | {"model": model, "data": source})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,9 +303,7 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state()`. Raises ValueError if it belongs to another configuration."""
         mine, theirs = asdict(self.config), state["config"]
-        # How often to look or save may change between sessions; the run itself may not.
-        free = {"stats_every", "checkpoint_every", "tensorboard", "eval_batches"}
-        changed = [key for key in mine if key not in free and mine[key] != theirs.get(key)]
+        changed = [key for key in mine if key not in FREE and mine[key] != theirs.get(key)]
         if changed:
             raise ValueError(
                 "the checkpoint belongs to another run, which differs in "
@@ -304,7 +317,7 @@ class Trainer:
 
 @contextmanager
 def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """Turns the first SIGINT or SIGTERM into a request; the second one acts as it always did."""
+    """Turn the first SIGINT, SIGTERM or SIGHUP into a request; the second one acts as it always did."""
     asked = False
 
     def ask(number: int, frame: Any) -> None:
@@ -318,7 +331,7 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
 
     before: dict[int, Any] = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             before[number] = signal.signal(number, ask)
     except ValueError:  # not the main thread: signals go elsewhere
         before = {}
@@ -338,8 +351,9 @@ def train(
 ) -> Outcome:
     """Train, log and save into a run folder.
 
-    A first SIGINT or SIGTERM ends the run after the current step with a checkpoint; `resume`
-    continues it bit for bit. Nothing is written before the whole input is checked.
+    A first SIGINT, SIGTERM or SIGHUP ends the run after the current step with a checkpoint, and so does
+    an `on_item` that raises BrokenPipeError; `resume` continues the run bit for bit. Nothing is written
+    before the whole input is checked.
 
     Args:
         config: the run.
@@ -349,11 +363,11 @@ def train(
         on_item: called with each record, alert and line, when it is in the log.
 
     Raises:
-        ValueError: bad input, or a folder that holds a run already.
+        ValueError: bad input, a folder that holds a run already, or one in which a run is going on.
     """
     state = checkpoint.load(folder / files.CHECKPOINT_FILE) if resume else None
     if not resume and not overwrite and is_first_rank():
-        files.refuse_if_taken(folder, files.RUN_FILES, "the run")
+        files.refuse_if_taken(folder, files.RUN_FILES, resumable=True)
     if config.tensorboard:
         summary_writer()
     with closing(Trainer(config)) as trainer:
@@ -383,15 +397,18 @@ def _train(trainer: Trainer, folder: Path, *, is_resumed: bool, on_item: OnItem)
             while trainer.step < config.steps and not stop_asked() and trainer.failure is None:
                 for item in trainer.train_step():
                     run.put(item)
+                if run.is_unheard:
+                    break
                 if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
                     save()
             save()
-            if stop_asked() and trainer.step < config.steps and trainer.failure is None:
+            is_stopped = stop_asked() or run.is_unheard
+            if is_stopped and trainer.step < config.steps and trainer.failure is None:
                 return Outcome(final=None, steps=trainer.step, stopped=True)
             final, record = trainer.final()
             run.put(final)
             run.put(record)
             run.close(ended=True)
-            return Outcome(final=final, steps=trainer.step, stopped=stop_asked())
+            return Outcome(final=final, steps=trainer.step, stopped=is_stopped)
     finally:
         run.close()
