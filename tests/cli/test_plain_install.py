@@ -31,7 +31,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         seen.add(name)
         found = metadata.distribution(name)
         tops = {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}
-        for top in tops:
+        for top in tops - {path.name for path in folder.iterdir()}:
             (folder / top).symlink_to(found.locate_file(top))
         requirements = [Requirement(text) for text in found.requires or ()]
         wanted += [r.name for r in requirements if not r.marker or r.marker.evaluate({"extra": ""})]
