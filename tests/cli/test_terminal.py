@@ -104,7 +104,10 @@ def test_f81_text_of_a_model_is_obeyed_by_no_terminal(
     monkeypatch.setattr("qknorm.cli.sample.generate", lambda *_, **__: f"a\n{EVIL}")
     assert qknorm("sample", trained).out == f"a\n{EVIL}\n"  # a pipe gets it to the letter
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert is_harmless(qknorm("sample", trained).out)
+    monkeypatch.setattr("qknorm.cli.sample.generate", lambda *_, **__: f"a\n\tb{EVIL}")
+    shown = qknorm("sample", trained).out
+    assert is_harmless(shown)
+    assert shown.startswith("a\n        b\\x1b")
 
 
 # F73: words of other libraries ------------------------------------------------------------------------

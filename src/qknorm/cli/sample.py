@@ -29,5 +29,6 @@ def sample(
         print_json({"prompt": prompt, "text": text})
     else:
         # A terminal obeys the escapes that a model may emit; a pipe gets the text as it is.
-        print("\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text)
+        lines = text.expandtabs().split("\n")
+        print("\n".join(map(printable, lines)) if sys.stdout.isatty() else text)
     return 0
