@@ -28,6 +28,14 @@ RAISES = {
     "an exception of no usual kind": "raise type('Odd', (BaseException,), {})('odd')",
     "an error of several lines": "raise ValueError('first\\nsecond')",
     "what is no module": "return 'text'",
+    "a model that raises an exception of no usual kind": (
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        raise type('Odd', (BaseException,), {})('odd')\n"
+        "return Model(), torch.ones(1, 2)"
+    ),
+    "a question": "input('run the custom code? [y/N] ')",
 }
 
 

@@ -179,6 +179,14 @@ def damaged(kind: str, line: bytes) -> bytes:
         "layers of another kind": json.dumps(whole | {"layers": [1]}).encode(),
         "an alert without words": b'{"kind": "alert", "step": 3}',
         "a step that is none": b'{"kind": "step", "step": "three", "loss": 1.0}',
+        "a loss that is a word": b'{"kind": "step", "step": 3, "loss": "low"}',
+        "an end that is a list": b'{"kind": "final", "step": 3, "final_loss": [1.0]}',
+        "heads that are words": json.dumps(
+            whole | {"layers": {n: v | {"max_logit": ["high"]} for n, v in whole["layers"].items()}}
+        ).encode(),
+        "fewer heads": json.dumps(
+            whole | {"layers": {n: v | {"entropy_nats": []} for n, v in whole["layers"].items()}}
+        ).encode(),
         "deep": b"[" * 100_000 + b"]" * 100_000,
         "another schema": json.dumps(whole | {"schema": "one"}).encode(),
         "bytes": b"\xff\xfe" + line.strip(),
@@ -189,7 +197,8 @@ def damaged(kind: str, line: bytes) -> bytes:
 
 KINDS = (
     "no object", "no kind", "a number", "parts missing", "no layers", "layers of another kind",
-    "an alert without words", "a step that is none", "deep", "another schema", "bytes", "zeros",
+    "an alert without words", "a step that is none", "a loss that is a word", "an end that is a list",
+    "heads that are words", "fewer heads", "deep", "another schema", "bytes", "zeros",
     "half a line and a whole one",
 )  # fmt: skip
 

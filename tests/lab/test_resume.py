@@ -153,12 +153,17 @@ def test_a_checkpoint_of_another_model_is_refused_and_left_alone(config, stopped
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_first_signal_ends_the_run_after_the_step_with_a_checkpoint(config, tmp_path, number):
-    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    outcome = train(config, tmp_path / "run", on_item=at_step(9, stop(number)))
+    # A shell's `nohup`, under which tests may run, leaves SIGHUP ignored.
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    try:
+        outcome = train(config, tmp_path / "run", on_item=at_step(9, stop(number)))
+        assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
+    finally:
+        signal.signal(signal.SIGHUP, inherited)
     assert (outcome.final, outcome.steps) == (None, 9)
     assert checkpoint.load(tmp_path / "run" / CHECKPOINT_FILE)["step"] == 9
     assert [line["step"] for line in strict_lines(tmp_path / "run", "step")] == list(range(1, 10))
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_a_second_sigint_interrupts_as_it_always_did(config, tmp_path):

@@ -78,6 +78,15 @@ def test_f75_a_broken_pipe_is_a_request_to_stop(config: TrainConfig, tmp_path: P
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+def test_f75_a_run_under_nohup_outlives_its_terminal(config: TrainConfig, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = replace(config, steps=5)
+        assert train(run, tmp_path / "run", on_item=at_step(3, stop(signal.SIGHUP))).steps == 5
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_f75_a_killed_process_loses_at_most_what_came_after_the_last_checkpoint(
     text: Path, tmp_path: Path
 ) -> None:

@@ -1,11 +1,12 @@
-"""The divergence rule at its edges, and LR sensitivity by hand."""
+"""The rules of the verdict at their edges, and LR sensitivity by hand."""
 
 import math
 
 import pytest
 
+from made import layer, record
 from qknorm.lab.compare import sensitivities
-from qknorm.lab.verdict import DIVERGENCE_RULE, divergence, lr_sensitivity
+from qknorm.lab.verdict import VERDICT_RULES, judge, lr_sensitivity
 
 GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 UP = math.inf
@@ -19,66 +20,97 @@ def falling(steps=40, first=5.0, last=2.0):
     return [first + (last - first) * i / (steps - 1) for i in range(steps)]
 
 
-# A run has diverged if final > initial - 0.1, or NaN, or > best so far + 1.0 for the last
-# 10 % of the steps.
+# Not finite, or above the best so far + 1.0 for the last 10 % of the steps: diverged. Above the initial
+# loss - 0.1 at the end: diverged if it is also above the best + 1.0, or else it did not learn.
+
+CALM = record(40, {"a": layer([20.0]), "b": layer([80.0])})
 
 
-def test_a_run_that_learns_has_not_diverged():
-    assert divergence(falling(), 2.0) is None
+def word(losses, final_loss, end=CALM):
+    return judge(losses, final_loss, end).word
+
+
+def test_a_run_that_learns_has_finished():
+    assert judge(falling(), 2.0, CALM) == ("finished", None)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_is_divergence_wherever_it_stands(bad):
     losses = falling()
     for place in (0, 20, len(losses) - 1):
-        assert divergence(losses[:place] + [bad] + losses[place + 1 :], 2.0)
-    assert divergence(losses, bad)
+        assert word(losses[:place] + [bad] + losses[place + 1 :], 2.0) == "diverged"
+    assert word(losses, bad) == "diverged"
 
 
-def test_a_final_loss_of_exactly_a_tenth_below_the_first_has_not_diverged():
+def test_a_final_loss_of_exactly_a_tenth_below_the_first_is_learned():
     losses = [3.0, *falling(first=2.9)]
     edge = losses[0] - 0.1
-    assert divergence(losses, edge) is None
-    assert divergence(losses, above(edge))
+    assert word(losses, edge) == "finished"
+    assert word(losses, above(edge)) == "did not learn"
+
+
+def test_f82_a_run_that_ends_where_it_began_did_not_learn():
+    assert word([5.5, 5.45, 5.5], 5.47) == "did not learn"
+    assert word([5.5], 5.5) == "did not learn"
+    assert word([5.5, 5.45, 5.5], above(6.45)) == "diverged"  # 1.0 above the best
 
 
 def test_the_final_loss_counts_against_the_first_step_not_the_best():
     # Up at first, then down: still 2 below where it began.
-    assert divergence([4.0, 6.0, 5.0, 3.0, 2.0], 2.0) is None
+    assert word([4.0, 6.0, 5.0, 3.0, 2.0], 2.0) == "finished"
     # Best of 1.5 in the middle does not excuse an end at the start.
-    assert divergence([4.0, 1.5, 4.0, 4.0, 4.0], 4.0)
+    assert word([4.0, 1.5, 4.0, 4.0, 4.0], 4.0) == "diverged"
 
 
 def test_a_tail_of_exactly_one_above_the_best_has_not_diverged():
     start = [5.0, *([1.0] * 35)]
-    assert divergence([*start, *([2.0] * 4)], 2.0) is None
-    assert divergence([*start, *([above(2.0)] * 4)], 2.0)
+    assert word([*start, *([2.0] * 4)], 2.0) == "finished"
+    assert word([*start, *([above(2.0)] * 4)], 2.0) == "diverged"
 
 
 def test_the_tail_is_the_last_tenth_of_the_steps_and_all_of_it():
     good, bad = 1.0, 2.5
     head = [5.0] + [good] * 35
-    assert divergence([*head, bad, bad, bad, bad], 2.0)  # 40 steps: the last 4
-    assert divergence([*head, good, bad, bad, bad], 2.0) is None
-    assert divergence([*head, bad, bad, bad, good], 2.0) is None
-    assert divergence([*head[:-2], bad, good, bad, bad, bad, bad], 2.0)
+    assert word([*head, bad, bad, bad, bad], 2.0) == "diverged"  # 40 steps: the last 4
+    assert word([*head, good, bad, bad, bad], 2.0) == "finished"
+    assert word([*head, bad, bad, bad, good], 2.0) == "finished"
+    assert word([*head[:-2], bad, good, bad, bad, bad, bad], 2.0) == "diverged"
 
 
 def test_a_spike_that_heals_is_no_divergence():
     losses = falling(100)
     losses[50:60] = [9.0] * 10
-    assert divergence(losses, 2.0) is None
+    assert word(losses, 2.0) == "finished"
+
+
+def test_f82_a_layer_of_large_logits_and_little_entropy_is_saturated():
+    """One of both is no trouble by itself, as it is none to the monitor's alarm."""
+    closed = layer([3.0, 4522.0], [0.002, 0.001])
+    reason = "1 of 2 layers; b has a logit of 4,522 and 0.1% of the largest entropy"
+    found = judge(falling(), 2.0, record(40, {"a": layer([20.0]), "b": closed}))
+    assert found == ("saturated", reason)
+    for top, ratio, expected in (
+        (50.0, 0.249, "saturated"),
+        (math.nextafter(50.0, 0), 0.249, "finished"),
+        (50.0, 0.25, "finished"),
+    ):
+        assert word(falling(), 2.0, record(40, {"a": layer([top], [ratio])})) == expected
+    # What is worse is said first.
+    assert word(falling(), 5.0, record(40, {"a": closed})) == "diverged"
+    # Nothing was observed.
+    assert word(falling(), 2.0, record(40, {})) == "finished"
 
 
 def test_the_reason_says_which_clause_and_with_which_numbers():
-    assert "finite" in divergence([3.0, math.nan], 2.0)
-    assert "3.000" in divergence([3.0, 2.95], 2.95)
-    assert "1.000" in divergence([5.0] + [1.0] * 35 + [2.5] * 4, 2.5)
+    assert "finite" in judge([3.0, math.nan], 2.0, CALM).reason
+    assert "3.000" in judge([3.0, 2.95], 2.95, CALM).reason
+    assert "1.000" in judge([5.0] + [1.0] * 35 + [2.5] * 4, 2.5, CALM).reason
 
 
-def test_the_written_rule_holds_the_numbers_that_are_applied():
-    for number in ("0.1", "1.0", "10 %", "finite"):
-        assert number in DIVERGENCE_RULE
+def test_the_written_rules_hold_the_words_and_numbers_that_are_applied():
+    words = ["diverged", "did not learn", "saturated", "finished"]
+    for part in (*words, "0.1", "1.0", "10 %", "finite", "50", "25%"):
+        assert part in VERDICT_RULES
 
 
 # S = mean over the grid of min(loss, initial) - min loss (Wortsman et al. 2023).
@@ -118,14 +150,14 @@ def test_rates_beside_the_grid_do_not_count():
     assert lr_sensitivity(losses | {2e-3: 0.1, 1.0: 4.9}, 5.0) == pytest.approx(alone, abs=1e-12)
 
 
-def record(arm, lr, seed, loss, initial=5.0):
+def summed(arm, lr, seed, loss, initial=5.0):
     return {"arm": arm, "lr": lr, "seed": seed, "final_loss": loss, "initial_loss": initial}
 
 
 def test_a_summary_gives_each_arm_its_mean_over_seeds():
-    summary = [record("qk", lr, 0, 1.0 + (lr == 3e-1)) for lr in GRID]
-    summary += [record("qk", lr, 1, 1.0 + 3 * (lr == 3e-1)) for lr in GRID]
-    summary += [record("none", lr, seed, None if lr == 3e-1 else 1.0) for lr in GRID for seed in (0, 1)]
+    summary = [summed("qk", lr, 0, 1.0 + (lr == 3e-1)) for lr in GRID]
+    summary += [summed("qk", lr, 1, 1.0 + 3 * (lr == 3e-1)) for lr in GRID]
+    summary += [summed("none", lr, seed, None if lr == 3e-1 else 1.0) for lr in GRID for seed in (0, 1)]
     assert sensitivities(summary) == {
         "qk": pytest.approx((1 / 7 + 3 / 7) / 2, abs=1e-12),
         "none": pytest.approx(4 / 7, abs=1e-12),
@@ -133,19 +165,19 @@ def test_a_summary_gives_each_arm_its_mean_over_seeds():
 
 
 def test_an_arm_without_the_whole_grid_gets_no_sensitivity():
-    summary = [record("qk", lr, 0, 1.0) for lr in GRID]
-    summary += [record("none", lr, 0, 1.0) for lr in GRID[:6]]
+    summary = [summed("qk", lr, 0, 1.0) for lr in GRID]
+    summary += [summed("none", lr, 0, 1.0) for lr in GRID[:6]]
     assert list(sensitivities(summary)) == ["qk"]
 
 
 def test_an_arm_with_fewer_seeds_than_another_keeps_its_sensitivity():
-    summary = [record("qk", lr, seed, 1.0) for lr in GRID for seed in (0, 1)]
-    summary += [record("none", lr, 0, 1.0) for lr in GRID]
+    summary = [summed("qk", lr, seed, 1.0) for lr in GRID for seed in (0, 1)]
+    summary += [summed("none", lr, 0, 1.0) for lr in GRID]
     assert set(sensitivities(summary)) == {"qk", "none"}
 
 
 def test_f48_a_run_whose_first_loss_was_lost_counts_as_the_start_of_the_others():
-    summary = [record("none", lr, 0, 1.0) for lr in GRID[1:]]
-    summary.insert(3, record("none", GRID[0], 0, None) | {"initial_loss": None})
+    summary = [summed("none", lr, 0, 1.0) for lr in GRID[1:]]
+    summary.insert(3, summed("none", GRID[0], 0, None) | {"initial_loss": None})
     # min(loss, initial) - best: 4 for the lost one, 0 for the others.
     assert sensitivities(summary) == {"none": pytest.approx(4 / 7, abs=1e-12)}

@@ -38,7 +38,7 @@ def grouped(findings: list[Finding]) -> list[list[Finding]]:
 
 def places(group: list[Finding]) -> str:
     """Where: the first layer, and how many more."""
-    layers = [one.layer for one in group if one.layer is not None]
+    layers = [one.layer or "the model itself" for one in group if one.layer is not None]
     if not layers:
         return ""
     return f" ({layers[0]}" + (f" and {len(layers) - 1} more)" if len(layers) > 1 else ")")

@@ -7,8 +7,12 @@ A target is a folder with a `config.json`, a `.gguf` file that transformers can 
 from __future__ import annotations
 
 import importlib
+import io
+import logging
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,11 +54,15 @@ def load(target: str, *, weights: bool = True) -> Target:
         return _checkpoint(path, weights)
     if path.is_file() and path.suffix == ".gguf":
         return _gguf(path)
-    if ":" in target and not path.exists():
+    if path.is_dir():
+        raise TargetError(f"{target} has no config.json: is this the folder of a checkpoint?")
+    if path.exists():
+        kinds = ".safetensors or .gguf, or package.module:factory"
+        raise TargetError(f"{target} cannot be audited: expected the folder of a checkpoint, {kinds}")
+    if ":" in target:
         return _factory(target)
     raise TargetError(
-        f"{target} is neither a folder with a config.json nor package.module:factory; a model of the "
-        "Hugging Face hub has to be downloaded first"
+        f"no such file or folder: {target}; a model of the Hugging Face hub has to be downloaded first"
     )
 
 
@@ -63,7 +71,7 @@ def _checkpoint(folder: Path, weights: bool) -> Target:
         import transformers
     except ImportError as error:
         raise TargetError("a checkpoint needs an extra: pip install 'qknorm[transformers]'") from error
-    with reading(folder):
+    with reading(folder), _silence():
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         names = getattr(config, "architectures", None) or []
         kind: Any = (names and getattr(transformers, names[0], None)) or transformers.AutoModel
@@ -81,7 +89,7 @@ def _gguf(path: Path) -> Target:
         raise TargetError("running a GGUF file needs an extra: pip install 'qknorm[gguf]'") from error
     if len(files_of(path)) > 1:
         raise TargetError(f"{path} is a part of a model, which cannot be run; --weights-only reads it")
-    with reading(path):
+    with reading(path), _silence():
         held = {norm_of(name): name for name, _, _ in tensors_of(path)}
         kind: Any = AutoModelForCausalLM
         model, told = kind.from_pretrained(path.parent, gguf_file=path.name, output_loading_info=True)
@@ -89,6 +97,19 @@ def _gguf(path: Path) -> Target:
         own = {norm_of(name) for name, _ in model.named_parameters()}
         dropped = [name for norm, name in held.items() if norm is not None and norm not in own]
         return Target(model, None, [*told["unexpected_keys"], *dropped], told["missing_keys"])
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep bars, warnings and reports of the loaders off the terminal; what they raise is raised."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _factory(target: str) -> Target:

@@ -1,4 +1,4 @@
-"""The command line, one file per verb. Exit codes: 0 fine, 1 a run diverged or stopped, 2 bad input."""
+"""The command line, one file per verb. Exit codes: 0 fine, 1 a failed or stopped run, 2 bad input."""
 
 from __future__ import annotations
 
@@ -6,21 +6,37 @@ import os
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from qknorm import __version__
 from qknorm.cli import audit, compare, env, report, sample, train, watch
-from qknorm.cli.console import complain
+from qknorm.cli.console import complain, only_our_words, out
 
 app = typer.Typer(
     name="qknorm",
-    help="QK-Norm attention: train twins with and without it, and see the two numbers that matter.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        out.print(f"qknorm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    """QK-Norm attention: train twins with and without it, and see the two numbers that matter."""
 
 
 def _verb(command: Callable[..., int]) -> None:
@@ -48,7 +64,8 @@ for verb in (
 def main() -> None:
     """Run the command line; bad input ends in one sentence on stderr and exit code 2."""
     try:
-        app()
+        with only_our_words():
+            app()
     except BrokenPipeError:
         # Whoever read what is printed is gone. At exit Python writes out what is left: to nowhere.
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +20,9 @@ from qknorm.auditor.targets import load, looks_trained, with_loading
 from qknorm.auditor.weights import audit_weights
 from qknorm.cli import options as o
 from qknorm.cli.audit_page import to_html
-from qknorm.cli.console import complain, out, print_json
+from qknorm.cli.console import complain, out, print_json, say
+from qknorm.cli.foreign import foreign
+from qknorm.lab.printable import printable
 
 STYLES = {"info": "cyan", "warning": "yellow", "error": "bold red"}
 
@@ -61,6 +59,9 @@ def audit(
     ] = False,
     sarif: Annotated[Path | None, typer.Option(help="Also write SARIF to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also write one offline HTML page.")] = None,
+    time_limit: Annotated[
+        float, typer.Option(min=0, help="Seconds after which to give up, with exit code 2; 0: never.")
+    ] = 1800.0,
     as_json: o.AsJson = False,
 ) -> int:
     """Find the invisible mistakes of QK-norm in a model, by probing it.
@@ -74,7 +75,7 @@ def audit(
     meant = {key: value or "yes" for key, _, value in (text.partition("=") for text in expect or [])}
     path = Path(target)
     is_file = path.is_file() and (path.suffix != ".gguf" or weights_only)
-    with _stdout_to_stderr():  # what a model prints is not the answer
+    with foreign(target, time_limit_s=time_limit):
         if is_file:
             report = audit_weights(path, expect=meant, suppress=declared)
         else:
@@ -85,15 +86,16 @@ def audit(
                 loaded.model, loaded.inputs, trained=trained, expect=meant, suppress=declared
             )
             report = with_loading(report, loaded).suppressing(declared)
-    if sarif is not None:
-        sarif.write_text(json.dumps(to_sarif(report, target, qknorm.__version__), indent=2) + "\n")
     found = report.at_least(fail_on)
-    if html is not None:
-        html.write_text(to_html(report, target, fail_on), encoding="utf-8")
     if as_json:
         print_json({"target": target, "fail_on": fail_on, "passed": not found} | report.to_json())
     else:
         show(report, target, fail_on)
+    # After the answer, which a file that cannot be written must not cost.
+    if sarif is not None:
+        sarif.write_text(json.dumps(to_sarif(report, target, qknorm.__version__), indent=2) + "\n")
+    if html is not None:
+        html.write_text(to_html(report, target, fail_on), encoding="utf-8")
     if not found and not report.formulas and not is_file:
         complain(f"no attention of {target} could be read back: {'; '.join(report.not_probed)}")
         return 2
@@ -107,39 +109,31 @@ def _declared(text: str) -> tuple[str, str]:
     return code, reason
 
 
-@contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr whatever is printed, by Python, by C code or by a child process."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
 def show(report: Report, target: str, fail_on: Severity) -> None:
     """Print the verdict, then findings, formulas, and what was and was not probed."""
     style = "bold red" if report.at_least(fail_on) else "bold green"
-    out.print(Text(verdict(report, target, fail_on), style=style), soft_wrap=True)
+    say(verdict(report, target, fail_on), style)
     for group in grouped(report.findings):
         one = group[0]
         head = Text.assemble(
-            (f"{one.code} {one.severity}", STYLES[one.severity]), f"  {one.message}{places(group)}"
+            (f"{one.code} {one.severity}", STYLES[one.severity]),
+            printable(f"  {one.message}{places(group)}"),
         )
         out.print(head, soft_wrap=True)
         if one.severity != "info":
-            out.print(Text(f"      {one.why} {one.mend}", style="dim"), soft_wrap=True)
+            say(f"      {one.why} {one.mend}", "dim")
     for one, reason in report.suppressed:
-        out.print(Text(f"{one.code} suppressed: {reason}", style="dim"), soft_wrap=True)
+        say(f"{one.code} suppressed: {reason}", "dim")
     if report.formulas:
-        table = Table(*COLUMNS, box=None, pad_edge=False, header_style="dim")
-        for row in layer_kinds(report):
+        # A column for each kind of layer, of which there are few, fits any terminal.
+        kinds = layer_kinds(report)
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(style="dim")
+        for _ in kinds:
+            table.add_column(overflow="fold")
+        for row in zip(COLUMNS, *kinds, strict=True):
             table.add_row(*row)
         out.print(table)
-    out.print(Text("probed: " + "; ".join(report.exercised), style="dim"), soft_wrap=True)
+    say("probed: " + "; ".join(report.exercised), "dim")
     for sentence in report.not_probed:
-        out.print(Text(f"not probed: {sentence}", style="yellow"), soft_wrap=True)
+        say(f"not probed: {sentence}", "yellow")

@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from qknorm.cli import options as o
-from qknorm.cli.console import RunProgress, err, number, out, print_json
+from qknorm.cli.console import RunProgress, err, number, out, print_json, say
 from qknorm.lab.arms import ARMS
 from qknorm.lab.compare import CompareConfig, sensitivities
 from qknorm.lab.compare import compare as compare_runs
 from qknorm.lab.files import REPORT_FILE
-from qknorm.lab.report import words, write_report
+from qknorm.lab.report import missing_extra, words, write_report
 from qknorm.lab.runs import load_runs
 from qknorm.lab.trainer import TrainConfig
 from qknorm.monitor.to.jsonl import Item
@@ -39,12 +39,15 @@ def compare(
 ) -> int:
     """Train twins that differ only in their attention, and say what happened.
 
-    Writes a folder per run, `summary.json`, and `report.html`. Exit code 0 when all runs ended (a
-    diverged one is a result), 1 if stopped, 2 for bad input.
+    Writes a folder per run, `summary.json`, and with the extra `qknorm[report]` the page `report.html`.
+    Exit code 0 when all runs ended (a diverged one is a result), 1 if stopped, 2 for bad input.
     """
     config = CompareConfig(base=base, arms=tuple(arm), lrs=tuple(lr), seeds=tuple(seed))
     names = [name for name, _ in config.runs()]
 
+    missing = missing_extra()
+    if missing is not None:
+        say(f"no page will be written, since {missing}", to=err)
     with RunProgress(quiet=as_json) as progress:
 
         def show(index: int, run: TrainConfig, item: Item) -> None:
@@ -52,25 +55,36 @@ def compare(
 
         summary = compare_runs(config, folder, overwrite=overwrite, on_item=show)
     if summary is None:
-        err.print("stopped; the runs so far are in the folder, without a summary", soft_wrap=True)
+        say("stopped; the runs so far are in the folder, without a summary", to=err)
         if as_json:
             print_json({"stopped": True})
         return 1
-    report = write_report(load_runs([folder / name for name in names]), folder / REPORT_FILE)
+    report: Path | None = None
+    failure: Exception | None = None
+    if missing is None:
+        try:
+            report = write_report(load_runs([folder / name for name in names]), folder / REPORT_FILE)
+        except (ValueError, OSError) as error:  # which must not cost the results
+            failure = error
     if as_json:
-        print_json({"runs": summary, "lr_sensitivity": sensitivities(summary), "report": str(report)})
-        return 0
-    out.print(_table(summary))
-    for sentence in words(summary):
-        out.print(sentence, soft_wrap=True)
-    out.print(f"report: {report}", soft_wrap=True)
+        page = None if report is None else str(report)
+        print_json({"runs": summary, "lr_sensitivity": sensitivities(summary), "report": page})
+    else:
+        out.print(_table(summary))
+        for sentence in words(summary):
+            say(sentence)
+        if report is not None:
+            say(f"report: {report}")
+    if failure is not None:
+        raise failure
     return 0
 
 
 def _table(summary: list[dict[str, Any]]) -> Table:
-    table = Table(title="What became of the twins")
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("arm", "lr", "seed", "held-out loss", "max logit", "lowest layer entropy", "verdict"):
-        table.add_column(title, justify="left" if title in ("arm", "verdict") else "right")
+        side = "left" if title in ("arm", "verdict") else "right"
+        table.add_column(title, justify=side, overflow="fold")
     for r in summary:
         table.add_row(
             r["arm"],
@@ -79,6 +93,6 @@ def _table(summary: list[dict[str, Any]]) -> Table:
             number(r["final_loss"]),
             number(r["max_logit"], 1),
             number(r["entropy_nats"]),
-            Text("diverged", style="red") if r["diverged"] else "finished",
+            Text(r["verdict"], style="" if r["verdict"] == "finished" else "red"),
         )
     return table

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,15 +20,30 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 from rich.text import Text
 
 from qknorm.lab.files import plain
+from qknorm.lab.printable import printable
 from qknorm.monitor import Alert, Record
 from qknorm.monitor.to.jsonl import Item
 
 
 class _Console(Console):
-    """A console that lets its caller decide what a closed pipe means; rich would end the process."""
+    """A console for names that others chose: what does not print in them is spelled out.
+
+    What a closed pipe means is left to the caller, where rich would end the process.
+    """
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render as rich does. Its own escapes are control segments, or styles that it adds later."""
+        for segment in super().render(renderable, options):
+            if not segment.control:
+                lines = map(printable, segment.text.split("\n"))
+                segment = segment._replace(text="\n".join(lines))
+            yield segment
 
     def on_broken_pipe(self) -> None:
         """Raise BrokenPipeError, and print nothing from here on."""
@@ -31,14 +51,43 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-# Names and paths of users may hold brackets: no markup anywhere.
-out = _Console(highlight=False, markup=False)
-err = _Console(stderr=True, highlight=False, markup=False)
+# Names and paths may hold brackets and colons, which mean nothing: no markup and no emoji.
+out = _Console(highlight=False, markup=False, emoji=False)
+err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def say(sentence: str, style: str = "", *, to: Console = out) -> None:
+    """Print one line, however long it is and whatever the names in it hold."""
+    to.print(Text(printable(sentence), style=style), soft_wrap=True)
 
 
 def complain(sentence: str) -> None:
-    """One sentence on stderr."""
-    err.print(Text.assemble(("error: ", "bold red"), sentence), soft_wrap=True)
+    """Print one sentence on stderr."""
+    err.print(Text.assemble(("error: ", "bold red"), printable(sentence)), soft_wrap=True)
+
+
+class _Warnings(logging.Handler):
+    """Prints the warnings of this project, such as a damaged line of a log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}: {record.getMessage()}", "yellow", to=err)
+
+
+@contextmanager
+def only_our_words() -> Iterator[None]:
+    """Print what this project warns of, and none of the warnings that its libraries give to programmers.
+
+    `python -W default -m qknorm` shows those too.
+    """
+    logger, handler = logging.getLogger("qknorm"), _Warnings(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def print_json(value: Any) -> None:
@@ -77,7 +126,7 @@ class RunProgress:
 
     def __init__(self, *, quiet: bool) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=16),
             MofNCompleteColumn(),
             _Reading(),
@@ -114,10 +163,10 @@ class RunProgress:
         fields = self._fields[index]
         self._progress.update(self._tasks[index], completed=step, **fields)
         if self._plain and (step % max(1, steps // 10) == 0 or step == steps):
-            err.print(f"{title}  step {step}/{steps}  {_reading(fields)}", soft_wrap=True)
+            say(f"{title}  step {step}/{steps}  {_reading(fields)}", to=err)
 
     def _say(self, title: str, alert: Alert) -> None:
         """Alarms above the progress; the rest is in the log."""
         if alert.severity == "alarm" and (self._plain or not self._progress.disable):
             what = f"{title}  alarm {alert.code} at step {alert.step}: {alert.message}. "
-            err.print(Text(what + alert.advice, style="bold red"), soft_wrap=True)
+            say(what + alert.advice, "bold red", to=err)

@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 
 from qknorm.cli import options as o
-from qknorm.cli.console import out, print_json
+from qknorm.cli.console import out, print_json, say
 from qknorm.lab.environment import describe
 from qknorm.ops.backends import BACKENDS
 from qknorm.ops.backends.call import Case
@@ -29,21 +29,25 @@ def env(as_json: o.AsJson = False) -> int:
     if as_json:
         print_json({"environment": describe(), "backends": served})
         return 0
-    table = Table(title="Environment", show_header=False)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
     for name, value in describe().items():
         table.add_row(name, "-" if value is None else str(value))
     out.print(table)
-    table = Table(title="Backends (D = 64; every mask, sink and statistic)")
-    table.add_column("case")
+    out.print("\nWho serves heads of 64 entries, with every mask, sink and statistic:\n")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("", *(row["case"] for row in served)):
+        table.add_column(title)
     for name in BACKENDS:
-        table.add_column(name)
-    table.add_column("auto")
-    for row in served:
-        cells = ["yes" if reason is None else f"no: {reason}" for reason in row["backends"].values()]
-        table.add_row(row["case"], *cells, row["auto"])
+        table.add_row(name, *("no" if row["backends"][name] else "yes" for row in served))
+    table.add_row("auto", *(row["auto"] for row in served))
     out.print(table)
-    for backend in BACKENDS.values():
-        out.print(f"{backend.name}: {backend.purpose}; {backend.memory}")
+    out.print()
+    for name, backend in BACKENDS.items():
+        say(f"{name}: {backend.purpose}; {backend.memory}")
+        for reason in dict.fromkeys(row["backends"][name] for row in served):
+            if reason is not None:
+                say(f"    no: {reason}", "dim")
     return 0
 
 

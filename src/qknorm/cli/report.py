@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from qknorm.cli import options as o
-from qknorm.cli.console import out, print_json
+from qknorm.cli.console import print_json, say
 from qknorm.lab.files import REPORT_FILE
 from qknorm.lab.report import words, write_report
 from qknorm.lab.runs import find_runs, load_runs
@@ -29,6 +29,6 @@ def report(
         print_json({"report": str(path), "runs": summary})
     else:
         for sentence in words(summary):
-            out.print(sentence, soft_wrap=True)
-        out.print(f"report: {path}", soft_wrap=True)
+            say(sentence)
+        say(f"report: {path}")
     return 0

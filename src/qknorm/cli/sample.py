@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from qknorm.cli import options as o
 from qknorm.cli.console import print_json
+from qknorm.lab.printable import printable
 from qknorm.lab.sample import generate, load_model
 
 
@@ -26,5 +28,7 @@ def sample(
     if as_json:
         print_json({"prompt": prompt, "text": text})
     else:
-        print(text)
+        # A terminal obeys the escapes that a model may emit; a pipe gets the text as it is.
+        lines = text.expandtabs().split("\n")
+        print("\n".join(map(printable, lines)) if sys.stdout.isatty() else text)
     return 0

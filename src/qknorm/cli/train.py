@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from qknorm.cli import options as o
-from qknorm.cli.console import RunProgress, err, number, out, print_json
+from qknorm.cli.console import RunProgress, err, number, print_json, say
 from qknorm.lab.arms import get_arm
 from qknorm.lab.trainer import FREE, TrainConfig, saved_config
 from qknorm.lab.trainer import train as train_run
@@ -37,7 +37,7 @@ def train(
 
     SIGINT, SIGTERM, SIGHUP or a closed pipe ends the run after the current step with a checkpoint;
     --resume continues it. A checkpoint is also written every --checkpoint-every steps. Exit code 0 when
-    finished, 1 if it diverged or was stopped, 2 for bad input.
+    finished, 1 if it diverged, did not learn or was stopped, 2 for bad input.
     """
     chosen = get_arm(arm)
     config = replace(
@@ -55,24 +55,20 @@ def train(
         )
     final = outcome.final
     if final is None:
-        err.print(
-            f"stopped after step {outcome.steps} of {config.steps}; continue with --resume",
-            soft_wrap=True,
-        )
+        say(f"stopped after step {outcome.steps} of {config.steps}; continue with --resume", to=err)
         if as_json:
             print_json({"stopped_at": outcome.steps})
         return 1
     if as_json:
         print_json(final)
     else:
-        state = f"diverged: {final['reason']}" if final["diverged"] else "finished"
-        out.print(
-            f"{state}. Held-out loss {number(final['final_loss'])}, max logit "
+        reason = "" if final["reason"] is None else f": {final['reason']}"
+        say(
+            f"{final['verdict']}{reason}. Held-out loss {number(final['final_loss'])}, max logit "
             f"{number(final['max_logit'], 1)}, lowest layer entropy "
-            f"{number(final['entropy_nats'])} nats. Log in {folder}.",
-            soft_wrap=True,
+            f"{number(final['entropy_nats'])} nats. Log in {folder}."
         )
-    return int(final["diverged"])
+    return int(final["verdict"] in ("diverged", "did not learn"))
 
 
 def _resumed(folder: Path, asked: TrainConfig, given: set[str]) -> TrainConfig:

@@ -42,6 +42,8 @@ def watch(
     Max logit and entropy of every layer, the sharpest heads, when the level of 50 will be reached, and
     alerts. Ends with Ctrl-C, or when the run does.
     """
+    if not run.exists():
+        raise ValueError(f"no such file or folder: {run}")
     path = run if run.is_file() else log_file(run)
     if path is None:
         raise ValueError(f"no log in {run}: is this the folder of a run that has begun?")
@@ -113,8 +115,8 @@ def _headline(timeline: Timeline, path: Path) -> Text:
         text.append(f"  max logit {number(record.max_logit, 1)}")
         text.append(f"  lowest layer entropy {number(record.entropy_nats)} nats")
     if timeline.has_ended:
-        diverged = timeline.final is not None and timeline.final["diverged"]
-        text.append("  diverged" if diverged else "  finished", style="bold")
+        verdict = "finished" if timeline.final is None else timeline.final["verdict"]
+        text.append(f"  {verdict}", style="bold")
     return text
 
 
@@ -129,9 +131,10 @@ def _layers(records: Sequence[Record], room: int | None) -> Table:
     if room is not None and len(names) > room:
         ranked = sorted(names, key=lambda n: -_order(newest[n].top))
         shown = [name for name in names if name in ranked[:room]]
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for title in ("layer", "max logit (log)", "", "entropy ratio", "", "forecast"):
-        table.add_column(title, no_wrap=title != "forecast", min_width=5 if title == "" else None)
+        wraps, least = title in ("layer", "forecast"), 8 if title == "forecast" else 5
+        table.add_column(title, no_wrap=not wraps, overflow="fold", min_width=least)
     bottom = min((_log(r.max_logit) for r in records if math.isfinite(r.max_logit)), default=0.0)
     top = max((_log(r.max_logit) for r in records if math.isfinite(r.max_logit)), default=1.0)
     for name in shown:

@@ -82,7 +82,7 @@ def compare(
 
     Returns:
         One record per run (`arm`, `lr`, `seed`, `final_loss`, `max_logit`, `entropy_nats`,
-        `diverged`, ...), the numbers of the last line of its log; None if it was stopped.
+        `verdict`, ...), the numbers of the last line of its log; None if it was stopped.
 
     Raises:
         ValueError: bad input, or a folder that holds runs already.

@@ -124,7 +124,10 @@ def _read_tokens(config: DataConfig) -> Tensor:
         files = sorted(path.rglob("*.txt"))
         if not files:
             raise ValueError(f"{path} holds no .txt files")
+        for file in files:
+            _check_regular(file)
         return _encode(b"\n".join(file.read_bytes() for file in files), config.tokenizer)
+    _check_regular(path)
     if path.suffix == ".txt":
         return _encode(path.read_bytes(), config.tokenizer)
     if path.suffix == ".jsonl":
@@ -132,6 +135,12 @@ def _read_tokens(config: DataConfig) -> Tensor:
     if path.suffix == ".bin":
         return _read_bin(path, getattr(torch, config.token_dtype))
     raise ValueError(f"cannot read {path}: expected .txt, .jsonl, .bin or a folder of .txt files")
+
+
+def _check_regular(path: Path) -> None:
+    """Raise ValueError for a device, a pipe or a socket, which may have no end."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file: save what it gives to one first")
 
 
 def _read_bin(path: Path, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qknorm.lab import heatmaps
-from qknorm.lab.plot import finite, layout, plot
+from qknorm.lab.plot import finite, layout, plot, shown
 from qknorm.lab.runs import Run
 
 # Okabe-Ito, told apart by every kind of colour vision; black is left to the text.
@@ -72,7 +72,7 @@ def _line(name: str, x: list[Any], y: list[Any], colour: str, **line: Any) -> di
     return {
         "type": "scatter",
         "mode": "lines",
-        "name": name,
+        "name": shown(name),
         "x": x,
         "y": y,
         "line": {"color": colour, "width": 2} | line,
@@ -127,7 +127,7 @@ def _forecast(run: Run, colour: str) -> list[dict[str, Any]]:
         {
             "type": "scatter",
             "mode": "none",
-            "name": f"{run.title}, forecast at step {start}",
+            "name": shown(f"{run.title}, forecast at step {start}"),
             "x": [start, early, late, start],
             "y": [seen, level, level, seen],
             "fill": "toself",
@@ -148,7 +148,9 @@ def _alert_marks(run: Run, colour: str) -> list[dict[str, Any]]:
     said: dict[tuple[int, str], list[str]] = {}
     for alert in run.alerts:
         if alert.severity != "info":
-            said.setdefault((alert.step, alert.severity), []).append(f"{alert.code} {alert.message}")
+            said.setdefault((alert.step, alert.severity), []).append(
+                shown(f"{alert.code} {alert.message}")
+            )
     marks = []
     for severity in ("warning", "alarm"):
         points = [(step, texts) for (step, kind), texts in said.items() if kind == severity]
@@ -157,7 +159,7 @@ def _alert_marks(run: Run, colour: str) -> list[dict[str, Any]]:
                 {
                     "type": "scatter",
                     "mode": "markers",
-                    "name": f"{run.title}, {severity}",
+                    "name": shown(f"{run.title}, {severity}"),
                     "x": [step for step, _ in points],
                     "y": [height.get(step) for step, _ in points],
                     "text": [

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from qknorm.lab.plot import finite, layout, plot
+from qknorm.lab.plot import finite, layout, plot, shown
 from qknorm.lab.runs import Run
 from qknorm.monitor.record import LayerRecord, Record
 
@@ -25,7 +25,7 @@ def at_the_end(index: int, run: Run, ends: Sequence[Record]) -> list[dict[str, A
     entropies = [v for end in ends for layer in end.layers.values() for v in layer.entropy_nats]
     tops = [[finite(v) for v in layer.max_logit] for layer in record.layers.values()]
     nats = [[finite(v) for v in layer.entropy_nats] for layer in record.layers.values()]
-    names = short_names(list(record.layers))
+    names = [shown(name) for name in short_names(list(record.layers))]
     return [
         plot(
             "heat",
@@ -53,7 +53,7 @@ def over_time(index: int, run: Run, highest: float) -> list[dict[str, Any]]:
         return []
     names = list(dict.fromkeys(name for record in records for name in record.layers))
     heads = {n: max(len(r.layers[n].max_logit) for r in records if n in r.layers) for n in names}
-    short = dict(zip(names, short_names(names), strict=True))
+    short = dict(zip(names, map(shown, short_names(names)), strict=True))
     if sum(heads.values()) <= MOST_ROWS:
         rows: list[tuple[str, int | None]] = [(n, head) for n in names for head in range(heads[n])]
         what = "Layer.head"

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from html import escape
 from typing import Any
+
+from qknorm.lab.printable import printable
 
 
 def plot(kind: str, name: str, title: str, caption: str, figure: dict[str, Any]) -> dict[str, Any]:
     """A figure with its place on the page, element id, and words."""
     return {"id": name, "title": title, "caption": caption, "figure": figure, "kind": kind}
+
+
+def shown(name: str) -> str:
+    """A name as plotly shows it to the letter, which takes tags in it for markup otherwise."""
+    return escape(printable(name), quote=False)
 
 
 def finite(value: float | None) -> float | None:

@@ -64,6 +64,8 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for folder in folders:
+        if not folder.exists():
+            raise ValueError(f"no such file or folder: {folder}")
         if log_file(folder) is not None:
             inside = [folder]
         else:

@@ -23,7 +23,7 @@ from qknorm.checks import check_eps
 from qknorm.lab import checkpoint, data, files
 from qknorm.lab.folder import OnItem, RunFolder, is_first_rank, summary_writer
 from qknorm.lab.model import LanguageModel, ModelConfig, saved_model
-from qknorm.lab.verdict import divergence
+from qknorm.lab.verdict import Verdict, judge
 from qknorm.monitor import Monitor, Record
 from qknorm.monitor.to.jsonl import Item
 from qknorm.nn import param_groups
@@ -273,7 +273,10 @@ class Trainer:
         """How the run came out, as in its log and in `summary.json`, and the attention at its end."""
         c = self.config
         loss, record = self.evaluate()
-        reason = self.failure or divergence(self.losses, loss)
+        if self.failure is None:
+            verdict = judge(self.losses, loss, record)
+        else:
+            verdict = Verdict("diverged", self.failure)
         line = {
             "kind": "final",
             "arm": c.arm,
@@ -281,8 +284,9 @@ class Trainer:
             "seed": c.seed,
             "steps": self.step,
             "initial_loss": self.losses[0],
-            "diverged": reason is not None,
-            "reason": reason,
+            "verdict": verdict.word,
+            "diverged": verdict.word == "diverged",
+            "reason": verdict.reason,
             "final_loss": loss,
             "max_logit": record.max_logit,
             "entropy_nats": record.entropy_nats,
@@ -332,7 +336,9 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
     before: dict[int, Any] = {}
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            before[number] = signal.signal(number, ask)
+            # `nohup` ignores SIGHUP, so that the run outlives its terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, ask)
     except ValueError:  # not the main thread: signals go elsewhere
         before = {}
     try:

@@ -1,38 +1,73 @@
-"""What counts as diverged, and how sensitive a variant is to its learning rate: rules, not taste."""
+"""What became of a run, and how sensitive a variant is to its learning rate: rules, not taste."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from qknorm.monitor import LayerRecord, Record, Thresholds
 
 # Wortsman et al. 2023 (arXiv 2309.14322), sec. 2.1.
 WORTSMAN_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
-DIVERGENCE_RULE = (
-    "diverged: a loss, a gradient or a weight that is not finite, a final loss above the initial loss - "
-    "0.1, or a training loss above its best so far + 1.0 throughout the last 10 % of the steps"
+# Both are divergence to Wortsman et al. Here a run that ends where it began has its own word.
+VERDICT_RULES = (
+    "diverged: a loss, a gradient or a weight that is not finite, a training loss above its best so far "
+    "+ 1.0 throughout the last 10 % of the steps, or a final loss that is above both its best + 1.0 and "
+    "the initial loss - 0.1; did not learn: any other final loss above the initial loss - 0.1; "
+    f"saturated: a layer ends with a logit of {Thresholds().level_warning:g} or more and a mean entropy "
+    f"below {Thresholds().saturated:.0%} of ln(visible keys); finished: none of these"
 )
 SUMMARY_KEYS = (
-    "arm", "lr", "seed", "final_loss", "max_logit", "entropy_nats", "diverged", "reason",
+    "arm", "lr", "seed", "final_loss", "max_logit", "entropy_nats", "verdict", "diverged", "reason",
     "initial_loss", "steps",
 )  # fmt: skip
 
 
-def divergence(losses: Sequence[float], final_loss: float) -> str | None:
-    """Why a run counts as diverged, or None.
+class Verdict(NamedTuple):
+    """What became of a run.
+
+    Attributes:
+        word: see `VERDICT_RULES`.
+        reason: the numbers behind it; None for "finished".
+    """
+
+    word: Literal["finished", "saturated", "did not learn", "diverged"]
+    reason: str | None = None
+
+
+def judge(losses: Sequence[float], final_loss: float, end: Record) -> Verdict:
+    """Return what became of a run.
 
     Args:
         losses: training loss of every step, in nats per token.
         final_loss: held-out loss at the end.
+        end: the attention at the end.
     """
     if not all(map(math.isfinite, losses)) or not math.isfinite(final_loss):
-        return "the loss is not finite"
-    if final_loss > losses[0] - 0.1:
-        return f"the final loss {final_loss:.3f} is not 0.1 below the initial {losses[0]:.3f}"
-    tail = max(1, len(losses) // 10)
-    best = min(losses)
+        return Verdict("diverged", "the loss is not finite")
+    best, tail = min(losses), max(1, len(losses) // 10)
     if len(losses) > 1 and min(losses[-tail:]) > best + 1.0:
-        return f"the last 10 % stay more than 1.0 above the best loss, {best:.3f}"
-    return None
+        reason = f"the last 10 % stay more than 1.0 above the best loss, {best:.3f}"
+        return Verdict("diverged", reason)
+    if final_loss > losses[0] - 0.1:
+        reason = f"the final loss {final_loss:.3f} is not 0.1 below the initial {losses[0]:.3f}"
+        return Verdict("diverged" if final_loss > best + 1.0 else "did not learn", reason)
+    saturated = {name: layer for name, layer in end.layers.items() if _is_saturated(layer)}
+    if saturated:
+        name, layer = max(saturated.items(), key=lambda item: item[1].top)
+        reason = (
+            f"{len(saturated)} of {len(end.layers)} layers; {name} has a logit of {layer.top:,.0f} and "
+            f"{layer.mean('entropy_ratio'):.1%} of the largest entropy"
+        )
+        return Verdict("saturated", reason)
+    return Verdict("finished")
+
+
+def _is_saturated(layer: LayerRecord) -> bool:
+    """Whether a layer is in the state that the monitor's alarm names."""
+    limits = Thresholds()
+    return layer.top >= limits.level_warning and layer.mean("entropy_ratio") < limits.saturated
 
 
 def lr_sensitivity(final_losses: dict[float, float], initial_loss: float) -> float | None:

@@ -78,6 +78,9 @@ LOG = logging.getLogger("qknorm")
 
 RANK_FILES = "attention.rank*.jsonl"
 CLOSING = ("final", "end")
+# What is read of the lines of a trainer, and of each head of a record.
+NUMBERS = ("loss", "grad_norm", "lr", "final_loss", "initial_loss", "max_logit", "entropy_nats")
+PER_HEAD = ("max_logit", "entropy_nats", "entropy_ratio")
 
 
 def rank_path(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -129,11 +132,20 @@ def _check(line: dict[str, Any]) -> None:
     """Raises ValueError if the line lacks a part of what its kind says."""
     kind = line["kind"]
     try:
-        {"record": to_record, "alert": to_alert}.get(kind, dict)(line)
+        made = {"record": to_record, "alert": to_alert}.get(kind, dict)(line)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f'it is not a whole "{kind}"') from None
     if not isinstance(line.get("step", 0), int):
         raise ValueError("its step is not a whole number")
+    for name in NUMBERS:
+        if not isinstance(line.get(name), int | float | None):
+            raise ValueError(f"its {name} is not a number")
+    for name, layer in made.layers.items() if isinstance(made, Record) else ():
+        values = [getattr(layer, key) for key in PER_HEAD]
+        if not all(isinstance(v, list) and len(v) == len(values[0]) for v in values) or not all(
+            isinstance(v, int | float) for heads in values for v in heads
+        ):
+            raise ValueError(f"the heads of {name} do not have a number each")
 
 
 def _free_name(path: Path) -> Path:
