@@ -82,9 +82,10 @@ def compare(
 
 def _table(summary: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("arm", "lr", "seed", "held-out loss", "max logit", "lowest layer entropy", "verdict"):
-        side = "left" if title in ("arm", "verdict") else "right"
-        table.add_column(title, justify=side, overflow="fold")
+    table.add_column("arm", overflow="fold")
+    for title in ("lr", "seed", "held-out loss", "max logit", "lowest layer entropy"):
+        table.add_column(title, justify="right", overflow="fold")
+    table.add_column("verdict", overflow="fold")
     for r in summary:
         table.add_row(
             r["arm"],
