@@ -122,8 +122,8 @@ class Attention(MarkedModule):
         Args:
             batch: B.
             max_length: capacity in tokens.
-            dtype: dtype of keys and values. If None, autocast's dtype where autocast is on, and
-                otherwise the dtype of the layer.
+            dtype: dtype of keys and values. None takes autocast's dtype if autocast is on and the layer
+                is not fp64, and otherwise the dtype of the layer.
             device: device of the cache; that of the layer if None.
         """
         c, weight = self.config, self.qkv.weight

@@ -11,8 +11,7 @@ from qknorm.spec import compute_dtype
 
 
 class FullPrecision(nn.Module):
-    """A module whose direct parameters and buffers stay in fp32 when the model is cast to half
-    precision.
+    """A module whose direct parameters and buffers stay fp32 when the model is cast to half precision.
 
     `double()` makes them fp64, since fp64 input is computed in fp64. They move to other devices like
     those of any module. Loading a state dict in half precision converts it to fp32, also with

@@ -1,9 +1,8 @@
 """Marks on gains and sinks, which optimizers must treat differently from other parameters.
 
 Weight decay must not pull them to zero: a smaller gain flattens attention, and the gains of q and k
-    multiply
-each other. A matrix optimizer must not orthogonalise them, although a gain `[heads, D]` has two axes. So
-gains and sinks carry a mark, and are not recognised by their name or number of axes.
+multiply each other. A matrix optimizer must not orthogonalise them, although a gain `[heads, D]` has two
+axes. So gains and sinks carry a mark, and are not recognised by their name or number of axes.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ def param_groups(
     There are up to four groups. Each has a `name`, and empty ones are left out:
 
     * `matrix`: weights with two axes that belong to no embedding and no output head. They decay. This is
-        the
-      only group that a matrix optimizer may optimize.
+      the only group that a matrix optimizer may optimize.
     * `decay`: all other weights with two axes or more. They decay.
     * `gain`: gains stored as 1 + w, if `gain_decay` > 0. Their decay pulls them to 1.
     * `no_decay`: all other gains, sinks, biases, and the parameters of norms. They do not decay.

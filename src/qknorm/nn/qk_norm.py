@@ -20,9 +20,9 @@ from qknorm.spec import NormDialect, Rope
 class QKNorm(MarkedModule):
     """RMSNorm of q and k, followed by RoPE (or preceded by it, in some dialects). V is not touched.
 
-    A state dict states in `gain_offset` what a stored parameter w means: the gain w (0) or the gain 1 +
-    w (1). Loading raises an error if the state dict and the module differ in this. A state dict without
-    `gain_offset`, such as one of another project, is taken to hold gains w.
+    A state dict states in `gain_offset` what a stored parameter w means: 0 for the gain w, and 1 for the
+    gain 1 + w. Loading raises an error if the state dict and the module differ in this. A state dict
+    without `gain_offset`, such as one of another project, is taken to hold gains w.
 
     Args:
         num_heads: number of query heads, Hq.
@@ -100,8 +100,8 @@ class QKNorm(MarkedModule):
 
         Returns:
             q_hat `[B, Hq, Tq, D]` and k_hat `[B, Hk, Tk, D]`, computed in fp32 (fp64 for fp64 input) and
-            rounded once to the dtype of q and k. Without q and k, copies of the effective gains `[Hq,
-            D]` and `[Hk, D]`.
+            rounded once to the dtype of q and k. Without q and k, copies of the effective gains
+            `[Hq, D]` and `[Hk, D]`.
 
         Raises:
             ValueError: the shapes do not fit, or eps is too small for the dtype.

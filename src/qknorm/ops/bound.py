@@ -116,8 +116,7 @@ def logit_bound(
 
 
 def _pair_supremum(a1: Tensor, a2: Tensor, b1: Tensor, b2: Tensor, rope: Rope) -> Tensor:
-    """Return, for each pair of entries, the maximum over the table of a largest singular value, `[Hq,
-    R/2]`.
+    """Return the largest singular value of each rotated pair over all positions, `[Hq, R/2]`.
 
     The matrix is diag(a) R(x) diag(b), where x is the angle between two positions. The square of its
     largest singular value is (F + sqrt(F^2 - 4 det^2)) / 2, with det = a1 a2 b1 b2 and the squared

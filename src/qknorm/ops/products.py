@@ -1,5 +1,4 @@
-"""Matrix products of fp32 tensors that keep full precision, whatever precision the user has set in
-torch.
+"""Matrix products of fp32 tensors that keep full precision under every precision setting of torch.
 
 A user may let torch round fp32 products to TF32 or bf16 (`torch.set_float32_matmul_precision`,
 `torch.backends.*.fp32_precision`). That is a choice for a model. It should not change the statistics of

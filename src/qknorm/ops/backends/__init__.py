@@ -72,10 +72,8 @@ def by_definition() -> Iterator[set[str]]:
 
     This is for code that must look inside the operator, such as a trace of its tensor operations. It
     then sees the definition and not the kernel that usually runs, so the caller has to compare the two
-    as well.
-    The change holds for the whole process: meanwhile other threads get the same results up to rounding,
-        and
-    use as much memory as the reference.
+    as well. The change holds for the whole process: meanwhile other threads get the same results up to
+    rounding, and use as much memory as the reference.
 
     Yields:
         A set that collects the names of the backends that were replaced.

@@ -135,8 +135,8 @@ class Backend:
         name: the name that the argument `backend` takes.
         purpose: one line for `qknorm env`.
         memory: how peak memory grows with T.
-        refuses: returns what it is about a case that the backend does not support, as a noun phrase for
-            an error message; None if it supports the case.
+        refuses: takes a case and returns a noun phrase for what the backend does not support, such as
+            "float64 inputs", or None if it supports the case. Error messages contain the phrase.
         run: the implementation. It returns out `[B, Hq, Tq, Dv]` in v's dtype, and `Stats` or None.
         is_automatic: whether `backend="auto"` may choose the backend for a case that it supports.
     """
@@ -150,10 +150,10 @@ class Backend:
 
 
 def refuses_derivatives(case: Case) -> str | None:
-    """Return the kind of derivative in this case that backends with their own backward pass lack, or
-    None.
+    """Return the kind of derivative that a case needs and a fused backend lacks, or None.
 
-    Such a backend computes no gradient of cos and sin and no forward-mode derivatives.
+    A backend with its own backward pass computes no gradient of cos and sin and no forward-mode
+    derivatives.
     """
     if case.table_has_gradient:
         return "a gradient of cos and sin"

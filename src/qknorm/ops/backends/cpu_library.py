@@ -58,8 +58,8 @@ class Args(ctypes.Structure):
     def point(self, **tensors: Tensor | None) -> None:
         """Set the pointers of tensors, and the strides of their first three axes where a field exists.
 
-        The sizes must be set before. C++ cannot check what lies behind a pointer, so a wrong dtype or
-        size would read or overwrite foreign memory.
+        The sizes must be set before. C++ cannot check the tensor behind a pointer, so with a wrong dtype
+        or size it would read or overwrite memory of other objects.
 
         Raises:
             RuntimeError: a tensor has another dtype, device, number of elements or layout than C++

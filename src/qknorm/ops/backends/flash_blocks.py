@@ -2,10 +2,9 @@
 
 * On the CPU this is torch's flash kernel (fp16, bf16, fp32, fp64; grouped heads are not repeated).
 * On NVIDIA GPUs it is the kernel of cuDNN or torch's flash kernel, for half-precision blocks without a
-    bias.
+  bias.
 * Otherwise it is plain tensor code in fp32 (fp64 for fp64 input). It works on small blocks of queries,
-    so
-  memory stays linear.
+  so memory stays linear.
 
 Shapes: q [B, Hq, n, D]; k [B, Hk, m, D]; v [B, Hk, m, Dv]; bias [1 or B, 1, n, m] of 0 and -inf.
 """

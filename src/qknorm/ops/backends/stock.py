@@ -6,11 +6,10 @@ The kernels know plain and causal attention only. Two steps extend them:
   see, with a small additive mask. No buffer of size T x T is made.
 * A sink is added after the kernel. In the forward pass `lse' = logaddexp(lse, sink)` and
   `out' = out * exp(lse - lse')`, in fp32 until one rounding at the end. (Rounding out before would lose
-  a
-  weak sink: out' would round to the same bits as out, and the gradient would miss the sink.)
+  a weak sink: out' would round to the same bits as out, and the gradient would miss the sink.)
   In the backward pass the kernel gets out' and lse' in place of out and lse. It then computes
-  P = exp(s - lse') and delta = rowsum(dO * out'), which belong to the softmax with the sink, so its dq,
-  dk and dv are exact. The gradient of the sink is
+  `P = exp(s - lse')` and `delta = rowsum(dO * out')`, which belong to the softmax with the sink, so its
+  dq, dk and dv are exact. The gradient of the sink is
   `d_sink = sum over rows of exp(sink - lse') * (rowsum(dO * sink_value) - delta)`.
 
 Norm and RoPE come first, in tensor code that autograd differentiates. The statistics are a separate pass

@@ -1,5 +1,4 @@
-"""The rule by which `torch.vmap` maps the operators of a backend: the N examples become heads of one
-call.
+"""The rule of `torch.vmap` for the operators of a backend: the examples become heads of one call.
 
 Heads are independent, so one call with N times as many heads computes N calls. Masks and rotary tables
 have no axis of heads. If they differ by example, the operator is called once for each example.

@@ -1,7 +1,6 @@
 """Functions that launch the kernels. None of them waits for the device, and grids depend on shapes only.
 
-Shapes: q [B, Hq, Tq, D]; k [B, Hk, Tk, D]; v [B, Hk, Tk, V]. The last axis has stride 1, the others have
-    any.
+Shapes: q [B, Hq, Tq, D]; k [B, Hk, Tk, D]; v [B, Hk, Tk, V]. The stride of the last axis is 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`Problem`: the arguments of a call in the form that the kernels read.
 
-Shapes: q [B, Hq, Tq, D]; k [B, Hk, Tk, D]; v [B, Hk, Tk, V]. The last axis has stride 1, the others have
-    any.
+Shapes: q [B, Hq, Tq, D]; k [B, Hk, Tk, D]; v [B, Hk, Tk, V]. The stride of the last axis is 1.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Attention for few queries and a long cache: the keys are split among programs, and the parts are
-merged.
+"""Attention for few queries and a long cache: programs share the keys, and the parts are merged.
 
 The G query heads of a key head share one tile, so K and V are read once for all of them.
 """

@@ -30,9 +30,9 @@ def visible_count(
 
 @triton.jit
 def row_maximum(m, l, scale):  # noqa: E741
-    """Return the maximum of the logits, or NaN if one of them is NaN.
+    """Return the maximum of the logits, or NaN if one of them is NaN and none is +inf.
 
-    A NaN never enters m but always enters l. Infinity makes l NaN as well, and is then the maximum.
+    A NaN never enters m but always enters l. A logit of +inf makes l NaN too, but then m is +inf.
     """
     return tl.where((l != l) & (m < float("inf")), l, m * scale)
 
