@@ -218,9 +218,15 @@ class Mask(ByValue):
         return visible
 
     def real_queries(self, Tq: int, Tk: int, device: torch.device) -> Tensor:
-        """Return bool `[1 or B, Tq]`, True for a query whose own token is not padding.
+        """Return which queries have a token that is not padding. Only their rows count in statistics.
 
-        Only the rows of these queries count in statistics.
+        Args:
+            Tq: number of queries.
+            Tk: number of keys.
+            device: device of the result.
+
+        Returns:
+            bool `[1, Tq]`, or `[B, Tq]` with documents or padding.
         """
         real = torch.ones(1, Tk, dtype=torch.bool, device=device)
         ids = self.ids
@@ -272,7 +278,14 @@ class Rope(ByValue):
         return 2 * self.cos.shape[-1]
 
     def last(self, tokens: int) -> Rope:
-        """Return the table of the last `tokens` tokens, `[tokens, R/2]` or `[B, tokens, R/2]`."""
+        """Return the part of the table for the last tokens.
+
+        Args:
+            tokens: number of tokens to keep, at most Tk.
+
+        Returns:
+            A `Rope` with cos and sin `[tokens, R/2]` or `[B, tokens, R/2]`.
+        """
         start = self.cos.shape[-2] - tokens
         return Rope(self.cos[..., start:, :], self.sin[..., start:, :], self.layout)
 
@@ -367,7 +380,15 @@ class NormDialect:
         return (self.statistic, self.eps_place, self.order) == ("head", "mean", "before_rope")
 
     def gain_size(self, heads: int, head_dim: int) -> tuple[int, ...] | None:
-        """Return the shape of the stored gain for `heads` heads of width D, or None without a gain."""
+        """Return the shape of the stored gain.
+
+        Args:
+            heads: number of heads.
+            head_dim: width D of a head.
+
+        Returns:
+            `(heads, D)`, `(D,)` or `(heads * D,)`, or None for a dialect without a gain.
+        """
         return {
             "per_head": (heads, head_dim),
             "shared": (head_dim,),

@@ -125,6 +125,9 @@ class Attention(MarkedModule):
             dtype: dtype of keys and values. None takes autocast's dtype if autocast is on and the layer
                 is not fp64, and otherwise the dtype of the layer.
             device: device of the cache; that of the layer if None.
+
+        Returns:
+            A `KVCache` with keys and values `[B, Hk, max_length, D]`.
         """
         c, weight = self.config, self.qkv.weight
         kind = weight.device.type
@@ -230,7 +233,19 @@ class Attention(MarkedModule):
         return bound * mass
 
     def norm_rope(self, q: Tensor, k: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
-        """Return q `[B, Hq, T, D]` and k `[B, Hk, T, D]` after the norm, if there is one, and RoPE."""
+        """Return q and k after the norm, if the layer has one, and RoPE.
+
+        Args:
+            q: `[B, Hq, T, D]`.
+            k: `[B, Hk, T, D]`.
+            rope: the rotary table of these T tokens, or None.
+
+        Returns:
+            q_hat `[B, Hq, T, D]` and k_hat `[B, Hk, T, D]` in their dtype.
+
+        Raises:
+            ValueError: shapes, dtypes or eps do not fit.
+        """
         if self.norm is None:
             return ops.qk_norm_rope(q, k, rope=rope)
         normed: tuple[Tensor, Tensor] = self.norm(q, k, rope)

@@ -169,6 +169,9 @@ class Stats(ByValue):
         Args:
             rows: the values of each row.
             keep_rows: if True, the result keeps `rows`.
+
+        Returns:
+            `Stats` with values `[Hq]`.
         """
         keys_B1T = rows.visible_keys[:, None]
         B, _, Tq = rows.max_logit.shape
