@@ -1,4 +1,7 @@
-"""What is refused before anything is computed, each with one sentence that says what to do.
+"""Checks of the arguments of a call. They run before anything is computed.
+
+Each check raises ValueError with one sentence that names the bad value and says what to do. The checks
+read shapes, dtypes and devices but no entries of tensors, so they never wait for a device.
 
 Shapes: B batch, Tq / Tk query / key tokens, Hq / Hk query / key heads, D head width, Dv value width.
 """
@@ -16,7 +19,7 @@ MIN_HALF_EPS = 1e-6
 
 
 def check_eps(eps: float, dtype: torch.dtype) -> None:
-    """Refuse an eps that is not positive, or lost in half precision."""
+    """Raise ValueError unless eps is positive and, for half-precision input, at least 1e-6."""
     if not 0 < eps < math.inf:
         raise ValueError(f"eps must be positive; got {eps}. 1e-6 is the usual choice.")
     if dtype in HALF_PRECISION and eps < MIN_HALF_EPS:
@@ -33,7 +36,7 @@ def check_qk(
     eps: float,
     rope: Rope | None,
 ) -> None:
-    """Check q `[B, Hq, Tq, D]` and k `[B, Hk, Tk, D]` against each other, the gains and the table."""
+    """Check that q `[B, Hq, Tq, D]`, k `[B, Hk, Tk, D]`, the gains and the rotary table fit."""
     for name, x in (("q", q), ("k", k)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be [B, H, T, D]; got {list(x.shape)}")
@@ -68,26 +71,29 @@ def check_qk(
     if rope is not None:
         if rope.width > D:
             raise ValueError(
-                f"the table rotates {rope.width} entries but a head has {D}: R must be at most D"
+                f"the rotary table rotates {rope.width} entries but a head has {D}: R must be at most D"
             )
         if rope.cos.shape[-2] != Tk or Tq > Tk:
             raise ValueError(
-                f"the table has {rope.cos.shape[-2]} positions for {Tk} keys and {Tq} queries: it must "
-                "cover every key, and queries are the last Tq tokens"
+                f"the rotary table has {rope.cos.shape[-2]} positions for {Tk} keys and {Tq} queries: "
+                "it must have one position for each key, and there may not be more queries than keys"
             )
         if rope.cos.dim() == 3 and rope.cos.shape[0] not in (1, B):
-            raise ValueError(f"the table is for a batch of {rope.cos.shape[0]}, q for one of {B}")
-        _check_device("the table", rope.cos, q)
-        _check_device("the table", rope.sin, q)
+            raise ValueError(
+                f"the rotary table has a batch of {rope.cos.shape[0]} but q has a batch of {B}: they "
+                "must be equal, or the table must have a batch of 1"
+            )
+        _check_device("the rotary table", rope.cos, q)
+        _check_device("the rotary table", rope.sin, q)
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device}, q on {q.device}: move it there")
+        raise ValueError(f"{name} is on {x.device} but q is on {q.device}: move it to {q.device}")
 
 
 def check_mask(mask: Mask, q: Tensor, Tk: int) -> None:
-    """Check the tensors of a mask against q `[B, Hq, Tq, D]` and the number of keys."""
+    """Check that the tensors of a mask fit q `[B, Hq, Tq, D]` and Tk keys."""
     B, _, Tq, _ = q.shape
     for name, x in (("documents", mask.documents), ("key_padding", mask.key_padding)):
         if x is None:
@@ -97,12 +103,13 @@ def check_mask(mask: Mask, q: Tensor, Tk: int) -> None:
         _check_device(name, x, q)
     if mask.documents is not None and Tq > Tk:
         raise ValueError(
-            f"documents need queries that are the last Tq of the Tk tokens; got Tq={Tq} > Tk={Tk}"
+            "with documents the queries are the last Tq of the Tk tokens, so Tq must be at most Tk; "
+            f"got Tq={Tq} > Tk={Tk}"
         )
 
 
 def check_sink(sink: Sink | None, q: Tensor, Hk: int, Dv: int | None) -> None:
-    """Check a sink against q `[B, Hq, Tq, D]`, the key heads and the value width (None: any)."""
+    """Check that a sink fits q `[B, Hq, Tq, D]`, Hk key heads and value width Dv (None allows any)."""
     B, Hq, Tq, D = q.shape
     if sink is None or (isinstance(sink, str) and sink == "off_by_one"):
         return
@@ -110,24 +117,22 @@ def check_sink(sink: Sink | None, q: Tensor, Hk: int, Dv: int | None) -> None:
         tensors = [sink]
         if sink.shape != (Hq,):
             raise ValueError(
-                f"a learnable sink is one logit per query head, [{Hq}]; got {list(sink.shape)}"
+                f"a sink tensor must hold one logit per query head, [{Hq}]; got {list(sink.shape)}"
             )
     elif isinstance(sink, SinkToken):
         tensors = [sink.key, sink.value]
         Dv = sink.value.shape[-1] if Dv is None else Dv
         if sink.key.shape != (Hk, D) or sink.value.shape != (Hk, Dv):
             raise ValueError(
-                f"a sink token needs key [{Hk}, {D}] and value [{Hk}, {Dv}]; got "
+                f"a SinkToken needs a key [{Hk}, {D}] and a value [{Hk}, {Dv}]; got a sink with "
                 f"{list(sink.key.shape)} and {list(sink.value.shape)}"
             )
     elif isinstance(sink, RowSink):
         tensors = [sink.logit] if sink.value is None else [sink.logit, sink.value]
         if sink.logit.shape != (B, Hq, Tq):
-            raise ValueError(
-                f"a sink by row needs logits [{B}, {Hq}, {Tq}]; got {list(sink.logit.shape)}"
-            )
+            raise ValueError(f"a RowSink needs logits [{B}, {Hq}, {Tq}]; got {list(sink.logit.shape)}")
         if sink.value is not None and sink.value.shape != (Hk, Dv or sink.value.shape[-1]):
-            raise ValueError(f"a sink by row needs values [{Hk}, {Dv}]; got {list(sink.value.shape)}")
+            raise ValueError(f"a RowSink needs values [{Hk}, {Dv}]; got {list(sink.value.shape)}")
     else:
         raise ValueError(
             f'sink must be None, "off_by_one", a tensor [Hq], a SinkToken or a RowSink; got {sink!r}'
@@ -150,7 +155,7 @@ def check_attention(
     mask: Mask,
     sink: Sink | None,
 ) -> None:
-    """Check a whole call of the operator. Raises ValueError with one sentence."""
+    """Check all arguments of a call of the operator. Raises ValueError if they do not fit together."""
     check_qk(q, k, q_gain, k_gain, eps, rope)
     if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
         raise ValueError(

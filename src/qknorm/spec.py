@@ -1,7 +1,10 @@
-"""The vocabulary: what a mask, a rotation, a sink and a dialect of QK-norm are, and what is refused.
+"""The types that describe a call: `Mask`, `Rope`, the sinks and `NormDialect`.
 
-Shapes: B batch, Tq / Tk query / key tokens, Hq / Hk query / key heads, D head width, R rotary width.
-Every object is checked where it is made; what needs the tensors of a call is checked in `checks`.
+Each object checks its own fields when it is made. The module `checks` compares them with the tensors of
+a call.
+
+Shapes: B batch, Tq / Tk query / key tokens, Hq / Hk query / key heads, D head width, Dv value width,
+R rotary width.
 """
 
 from __future__ import annotations
@@ -26,16 +29,19 @@ FLOATING = (*HALF_PRECISION, torch.float32, torch.float64)
 
 
 class UnsupportedError(ValueError):
-    """A backend, named explicitly, that does not support the call. The message names one that does."""
+    """Raised when the backend that was named does not support the call.
+
+    The message says what it does not support and names the backends that do.
+    """
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of every statistic and every accumulation: fp32, or fp64 for fp64 input."""
+    """Return the dtype of statistics and accumulations for this input: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def default_scale(head_dim: int) -> float:
-    """1/sqrt(D)."""
+    """Return the default scale of the logits, 1/sqrt(D). Raises ValueError if D is 0."""
     if head_dim < 1:
         raise ValueError(f"a head width of {head_dim} has no default scale: give scale")
     return head_dim**-0.5
@@ -47,7 +53,10 @@ def _choose(name: str, value: object, options: tuple[str, ...]) -> None:
 
 
 class ByValue:
-    """Equality and hash of a frozen dataclass that may hold tensors, which compare by their entries."""
+    """Equality and hash for a frozen dataclass with tensor fields.
+
+    Two tensors are equal if device, dtype, shape and all entries are equal. The hash leaves tensors out.
+    """
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -68,18 +77,22 @@ def _same(a: object, b: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Mask(ByValue):
-    """Which (query, key) pairs are visible. The conditions combine by "and".
+    """Which (query, key) pairs are visible. A pair is visible if every condition that is set holds.
 
-    Queries are the last Tq of the Tk tokens (bottom-right alignment), so query i is token
+    The queries are the last Tq of the Tk tokens (bottom-right alignment), so query i is token
     `i + Tk - Tq`.
 
     Attributes:
-        causal: a query sees its own token and earlier ones.
-        window: W >= 1; a query sees W keys, its own included. Without `causal` the window is
-            two-sided: keys at a distance below W.
-        documents: integer ids `[B, Tk]`; pairs of different ids are hidden, a negative id is padding
-            (in uint64 one of 2**63 or more).
-        key_padding: bool `[B, Tk]`, True for a real token.
+        causal: if True, a query sees its own token and earlier ones.
+        window: the number W >= 1 of keys that a query sees, its own included; None for no window.
+            Without `causal` the window has two sides, and a query sees the keys at a distance below W.
+        documents: integer ids `[B, Tk]` of any integer dtype. Tokens of different documents do not see
+            each other. A negative id marks padding (in uint64, an id of 2**63 or more does).
+        key_padding: bool `[B, Tk]`, True for a real token and False for padding.
+
+    Raises:
+        ValueError: the window is not a whole number of at least 1, or a tensor has the wrong dtype or
+            number of axes.
     """
 
     causal: bool = False
@@ -116,14 +129,20 @@ class Mask(ByValue):
     def from_cu_seqlens(
         cu_seqlens: Tensor, tokens: int, *, causal: bool = True, window: int | None = None
     ) -> Mask:
-        """Documents packed into one row, `B = 1`, from where they start and end.
+        """Return the mask of documents that are packed one after the other into one sequence (B = 1).
 
         Args:
-            cu_seqlens: cumulative lengths `[documents + 1]`, from 0 on, integer, as variable-length
-                kernels take them.
-            tokens: Tk of the row; tokens after the last document are padding.
-            causal: see `Mask`.
-            window: see `Mask`.
+            cu_seqlens: integer `[documents + 1]`, the cumulative lengths of the documents, starting with
+                0, as the variable-length kernels of other libraries take them.
+            tokens: Tk, the length of the sequence. Tokens after the last document are padding.
+            causal: as in `Mask`.
+            window: as in `Mask`.
+
+        Returns:
+            A `Mask` whose `documents` are int64 `[1, Tk]`.
+
+        Raises:
+            ValueError: cu_seqlens is not an integer tensor with one axis and at least two entries.
         """
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype.is_floating_point:
             raise ValueError(
@@ -132,18 +151,18 @@ class Mask(ByValue):
             )
         ends = cu_seqlens[1:].long()
         token = torch.arange(tokens, device=ends.device)
-        # A document without a token has the end of the one before it, and gets none.
+        # An empty document ends where the one before it ends, so searchsorted gives it no token.
         document = torch.searchsorted(ends, token, right=True)
         return Mask(causal, window, torch.where(document < len(ends), document, -1)[None])
 
     @property
     def is_dense(self) -> bool:
-        """Whether there is no window, document or padding."""
+        """Whether the mask has no window, no documents and no padding. It may be causal."""
         return self.window is None and self.documents is None and self.key_padding is None
 
     @property
     def ids(self) -> Tensor | None:
-        """The documents in a type that every operation of torch takes."""
+        """The document ids `[B, Tk]`, as int64 if their dtype is uint16, uint32 or uint64."""
         if self.documents is None or self.documents.dtype not in UNSIGNED:
             return self.documents
         return self.documents.long()
@@ -156,12 +175,32 @@ class Mask(ByValue):
         queries: tuple[int, int] | None = None,
         keys: tuple[int, int] | None = None,
     ) -> Tensor:
-        """The definition: bool `[1 or B, queries, keys]`, for a block of it if ranges are given."""
+        """Return which pairs are visible. This is the definition of the mask.
+
+        Args:
+            Tq: number of queries.
+            Tk: number of keys.
+            device: device of the result.
+            queries: `(lo, hi)`, to compute the rows of these queries only; None for all.
+            keys: `(lo, hi)`, to compute the columns of these keys only; None for all.
+
+        Returns:
+            bool `[1, queries, keys]`, or `[B, queries, keys]` with documents or padding.
+        """
         q_lo, q_hi = queries or (0, Tq)
         return self.visible_to(torch.arange(q_lo, q_hi, device=device) + (Tk - Tq), Tk, keys)
 
     def visible_to(self, query_token: Tensor, Tk: int, keys: tuple[int, int] | None = None) -> Tensor:
-        """The same for any tokens, int `[queries]`."""
+        """Return which keys are visible to queries at given tokens.
+
+        Args:
+            query_token: int64 `[queries]`, the token of each query, counted from 0 to Tk - 1.
+            Tk: number of keys.
+            keys: `(lo, hi)`, to compute the columns of these keys only; None for all.
+
+        Returns:
+            bool `[1, queries, keys]`, or `[B, queries, keys]` with documents or padding.
+        """
         k_lo, k_hi = keys or (0, Tk)
         distance = query_token[:, None] - torch.arange(k_lo, k_hi, device=query_token.device)
         visible = torch.ones_like(distance, dtype=torch.bool)
@@ -179,7 +218,16 @@ class Mask(ByValue):
         return visible
 
     def real_queries(self, Tq: int, Tk: int, device: torch.device) -> Tensor:
-        """Bool `[1 or B, Tq]`: the query's own token is not padding, so its row is counted."""
+        """Return which queries have a token that is not padding. Only their rows count in statistics.
+
+        Args:
+            Tq: number of queries.
+            Tk: number of keys.
+            device: device of the result.
+
+        Returns:
+            bool `[1, Tq]`, or `[B, Tq]` with documents or padding.
+        """
         real = torch.ones(1, Tk, dtype=torch.bool, device=device)
         ids = self.ids
         if ids is not None:
@@ -192,12 +240,20 @@ class Mask(ByValue):
 
 @dataclass(frozen=True, eq=False)
 class Rope(ByValue):
-    """A table of rotations. The rotary width R is twice its last axis; there is no default width.
+    """A rotary table: the cosine and sine of each rotation angle, for each token and pair of entries.
+
+    The first R entries of a head are rotated, where R <= D is twice the last axis of the table.
 
     Attributes:
-        cos, sin: `[Tk, R/2]`, or `[B, Tk, R/2]` where positions differ by row, R <= D. Queries use
-            the last Tq rows.
-        layout: "half" rotates entry i with i + R/2 (Llama, Qwen); "interleaved" 2i with 2i + 1 (GPT-J).
+        cos: `[Tk, R/2]`, or `[B, Tk, R/2]` if the positions differ within the batch; floating point. The
+            queries use the last Tq rows.
+        sin: the same shape as cos.
+        layout: which entries form a pair. "half" rotates entry i with entry i + R/2 (Llama, Qwen);
+            "interleaved" rotates entry 2i with entry 2i + 1 (GPT-J).
+
+    Raises:
+        ValueError: the layout is unknown, the shapes of cos and sin differ or have another number of
+            axes, or a dtype is not floating point.
     """
 
     cos: Tensor
@@ -218,25 +274,36 @@ class Rope(ByValue):
 
     @property
     def width(self) -> int:
-        """The rotary width R."""
+        """The rotary width R, which is twice the last axis of the table."""
         return 2 * self.cos.shape[-1]
 
     def last(self, tokens: int) -> Rope:
-        """The rotations of the last `tokens` tokens."""
+        """Return the part of the table for the last tokens.
+
+        Args:
+            tokens: number of tokens to keep, at most Tk.
+
+        Returns:
+            A `Rope` with cos and sin `[tokens, R/2]` or `[B, tokens, R/2]`.
+        """
         start = self.cos.shape[-2] - tokens
         return Rope(self.cos[..., start:, :], self.sin[..., start:, :], self.layout)
 
 
 @dataclass(frozen=True, eq=False)
 class SinkToken(ByValue):
-    """A learnable key and value per key head that every query sees, on top of the mask.
+    """A learnable key and value per key head that every query sees, whatever the mask hides.
 
-    The key passes through the norm of the keys if there is one. It stands outside RoPE: neither it
-    nor the query is rotated for this one logit, so that relative positions survive.
+    The key is normalised like the other keys if there is a norm. For the logit of the sink, RoPE rotates
+    neither the key nor the query: a rotated query against a fixed key would depend on the absolute
+        position.
 
     Attributes:
-        key: `[Hk, D]`.
-        value: `[Hk, Dv]`.
+        key: `[Hk, D]`, floating point.
+        value: `[Hk, Dv]`, floating point.
+
+    Raises:
+        ValueError: key or value does not have two axes.
     """
 
     key: Tensor
@@ -252,11 +319,12 @@ class SinkToken(ByValue):
 
 @dataclass(frozen=True, eq=False)
 class RowSink(ByValue):
-    """A sink whose logit differs by query, computed by the caller.
+    """A sink with a logit for each query and head, which the caller computes.
 
     Attributes:
-        logit: `[B, Hq, Tq]`, not scaled again.
-        value: `[Hk, Dv]` that the sink's probability carries to the output, or None for none.
+        logit: `[B, Hq, Tq]`, floating point; the operator does not scale it.
+        value: `[Hk, Dv]`, which enters the output with the probability of the sink; None for a sink that
+            adds nothing to the output.
     """
 
     logit: Tensor
@@ -268,17 +336,24 @@ Sink = Tensor | Literal["off_by_one"] | SinkToken | RowSink
 
 @dataclass(frozen=True, kw_only=True)
 class NormDialect:
-    """One project's variant of QK-norm. The defaults are the one the operator runs fast.
+    """One project's variant of QK-norm. The backends fuse the default dialect with attention.
 
     Attributes:
-        statistic: "head": mean of squares over the head's own D; "full": over all heads of a token.
-        gain: "per_head" `[heads, D]`, "shared" `[D]`, "full" `[heads * D]`, or "none".
-        offset: the stored parameter w means a gain of `offset + w`: 0.0 (w) or 1.0 (1 + w, Gemma).
-        eps: added to the mean of squares unless `eps_place` says otherwise.
-        eps_place: "mean": rsqrt(mean + eps); "sum": rsqrt((sum + eps) / D), which is D times weaker;
-            "outside": 1 / (sqrt(mean) + eps).
-        order: "before_rope" or "after_rope".
-        value: also normalise V, without a gain (HybridNorm, Gemma 4); the usual QK-norm never does.
+        statistic: the axes of the mean of squares. "head" takes it over the D entries of one head,
+            "full" over the entries of all heads of a token.
+        gain: the shape of the stored gain. "per_head" is `[heads, D]`, "shared" is `[D]`, "full" is
+            `[heads * D]`, and "none" is a norm without a gain.
+        offset: the stored parameter w stands for the gain `offset + w`. It is 0.0 (the gain is w) or 1.0
+            (the gain is 1 + w, as in Gemma).
+        eps: a positive number that keeps the norm of a zero vector finite.
+        eps_place: where eps is added. "mean" is rsqrt(mean + eps); "sum" is rsqrt((sum + eps) / width),
+            in which eps counts `width` times less, `width` being the number of entries of the statistic;
+            "outside" is 1 / (sqrt(mean) + eps).
+        order: whether the norm comes before RoPE, "before_rope", or after it, "after_rope".
+        value: if True, V is normalised too, without a gain (HybridNorm, Gemma 4).
+
+    Raises:
+        ValueError: a field has a value that is not listed here.
     """
 
     statistic: Statistic = "head"
@@ -301,11 +376,19 @@ class NormDialect:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the operator can apply this dialect itself, given gains `[heads, D]`."""
+        """Whether `qknorm.attention` can apply this norm, given effective gains `[heads, D]`."""
         return (self.statistic, self.eps_place, self.order) == ("head", "mean", "before_rope")
 
     def gain_size(self, heads: int, head_dim: int) -> tuple[int, ...] | None:
-        """Shape of the stored gain for a tensor of `heads` heads, None without one."""
+        """Return the shape of the stored gain.
+
+        Args:
+            heads: number of heads.
+            head_dim: width D of a head.
+
+        Returns:
+            `(heads, D)`, `(D,)` or `(heads * D,)`, or None for a dialect without a gain.
+        """
         return {
             "per_head": (heads, head_dim),
             "shared": (head_dim,),
@@ -317,10 +400,22 @@ class NormDialect:
     def of_gain(
         shape: tuple[int, ...], *, heads: int, head_dim: int, statistic: Statistic | None = None
     ) -> NormDialect:
-        """The dialect of a stored gain, from its shape.
+        """Return the dialect that fits the shape of a stored gain.
 
-        `[heads * D]` and `[heads, D]` hold the same numbers, so the flat form says nothing of the
-        axis of the statistic: declare it. Raises ValueError for any other shape.
+        A flat gain `[heads * D]` holds as many numbers as `[heads, D]`, so its shape does not show over
+        which axes the statistic was taken. The caller has to say so.
+
+        Args:
+            shape: of the stored gain.
+            heads: number of heads.
+            head_dim: D.
+            statistic: "head" or "full"; needed for a flat gain of several heads. None means "head".
+
+        Returns:
+            A `NormDialect` with this gain and statistic, and defaults otherwise.
+
+        Raises:
+            ValueError: no dialect has a gain of this shape, or a flat gain comes without `statistic`.
         """
         shape = tuple(shape)
         if shape == (heads, head_dim):

@@ -98,7 +98,7 @@ def check(way, path, prepare=lambda model: model):
         with pytest.raises(RuntimeError, match=r"0\.norm\.gain_offset of the state dict says") as caught:
             way(source, target, folder)
         (sentence,) = str(caught.value).strip().splitlines()[1:]
-        assert f"build it with NormDialect(offset={stored:g})" in sentence
+        assert f"build the module with NormDialect(offset={stored:g})" in sentence
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda f: f.__name__)

@@ -1,14 +1,14 @@
-// Attention backward. Blocks of keys are the outer loop, so that dK and dV of a block stay in cache and
-// have one owner; everything is computed transposed, keys by queries:
+// The backward pass of attention. The outer loop runs over blocks of keys, so dK and dV of a block stay in cache
+// and one thread writes them. All products are computed transposed, with keys as rows and queries as columns:
 //
 //   S^T = K Q^T, dP^T = V dO^T, P^T = exp(S^T - lse), dS^T = P^T (dP^T - delta),
 //   dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T.
 //
-// A sink is already in lse and out, so delta = rowsum(dO out) is that of the softmax with the sink.
-// A pass over the queries serves KEYS keys, in steps of STEP, so that the partial dQ of a block of
-// queries goes through memory once for all of them. Units own (batch, key head, every n-th pass); the
-// partial dQ of the n splits are added in a fixed order, and n depends on the shape alone: the same bits
-// on any number of threads.
+// lse and out include the sink, so delta = rowsum(dO out) belongs to the softmax with the sink.
+// One pass over the queries handles KEYS keys, in steps of STEP keys, so the partial dQ of a block of queries is
+// read and written once for all of them. The passes of a (batch, key head) are divided into n splits, and a split
+// is a unit of work. The partial dQ of the n splits are added in a fixed order, and n depends on the shape alone, so
+// the result has the same bits on any number of threads.
 #pragma once
 
 constexpr int64_t QUERIES = QK_QUERY_PART, KEYS = QK_KEY_PART, STEP = 64;
@@ -17,11 +17,11 @@ constexpr int64_t WANTED_UNITS = 4;
 template <class Op>
 struct BackwardPlan {
   int64_t Dp, Dvp, Tqp, query_blocks, passes, splits;
-  // Per (b, hq, query block): operands, [QUERIES x width] each.
+  // The packed operands of each (b, hq, query block), [QUERIES x width].
   Op *q_across, *q_down, *d_across, *d_down;
-  float *top, *total2, *delta;  // [B, Hq, Tqp]; largest raw score, log2 of the sum relative to it
+  float *top, *total2, *delta;  // [B, Hq, Tqp]; the largest raw score, the log2 of the sum relative to it, and delta
   float *dq;            // [splits, B, Hq, query_blocks][Dp][QUERIES], transposed
-  uint8_t *dq_begun;    // [splits, B, Hq, query_blocks]: nothing is added to what nobody wrote
+  uint8_t *dq_begun;    // [splits, B, Hq, query_blocks]: 1 if a partial dQ has been written; 0 if it must not be read
   IdRange *query_ranges;  // [B, query_blocks]
   char *scratch;
   int64_t scratch_bytes;
@@ -76,7 +76,7 @@ struct BackwardPlan {
   }
 };
 
-// Operands of one block of queries; delta, lse and the sink's gradient.
+// Prepares one block of queries: the packed operands, delta, and both parts of lse.
 template <class In, class Op>
 static void prepare_queries(const QknormArgs &a, const BackwardPlan<Op> &plan, int64_t unit, int64_t thread) {
   const auto w = plan.of_thread(thread);
@@ -95,7 +95,7 @@ static void prepare_queries(const QknormArgs &a, const BackwardPlan<Op> &plan, i
   for (int64_t i = 0; i < QUERIES; i++) {
     delta[i] = 0.0f;
     top[i] = 0.0f;
-    total2[i] = INFINITY;  // rows that saw nothing have weights of 0
+    total2[i] = INFINITY;  // gives weights of 0 to rows that see no key
     if (i >= n) continue;
     float *d = w.rows + i * Dvp;
     row_to_float(d, d_base + (q0 + i) * a.d_out_stride[2], a.Dv, Dvp);
@@ -111,7 +111,7 @@ static void prepare_queries(const QknormArgs &a, const BackwardPlan<Op> &plan, i
   pack_down(plan.d_down + unit * QUERIES * Dvp, w.rows, Dvp, QUERIES, Dvp);
 }
 
-// A^T of a row-major block: [K][rows].
+// Transposes a row-major block [rows][K] to [K][rows].
 static void transpose_rows(float *out, const float *in, int64_t ld, int64_t rows, int64_t K) {
   transpose_words(out, rows, in, ld, rows, K);
 }
@@ -123,7 +123,7 @@ static void transpose_rows(uint16_t *out, const float *in, int64_t ld, int64_t r
   }
 }
 
-// Two rows of dS^T (keys j, j + 1 of a pass) into B with K along the keys.
+// Stores two rows of dS^T (keys j and j + 1 of a pass) into the operand B whose K axis is the keys.
 static inline void store_down(float *out, int64_t j, int64_t i, Vec a, Vec b) {
   a.store(out + (i / 16) * 16 * KEYS + 16 * j);
   b.store(out + (i / 16) * 16 * KEYS + 16 * (j + 1));
@@ -136,11 +136,11 @@ static inline void store_down(uint16_t *out, int64_t j, int64_t i, Vec a, Vec b)
 
 // One step of keys against one block of queries.
 struct Tile {
-  int64_t b, j0, k0, keys, q0, i0, i1;  // first key in the pass and in the sequence; queries q0 + [i0, i1)
+  int64_t b, j0, k0, keys, q0, i0, i1;  // j0, k0: first key in the pass, in the sequence; the queries are q0 + [i0, i1)
   bool partial, by_ids;
 };
 
-// Which of the 16 queries at `i` may see key `key`.
+// Returns which of the 16 queries from `i` on may see the key `key`.
 static inline Mask visible_queries(const Positions &at, int64_t key, int64_t q0, int64_t i, int64_t Tq,
                                    const int32_t *query_ids, int32_t key_id) {
   const Vec query = Vec::ramp((float)i);
@@ -150,7 +150,7 @@ static inline Mask visible_queries(const Positions &at, int64_t key, int64_t q0,
   return keep;
 }
 
-// P^T and dS^T of a tile from its S^T and dP^T.
+// Computes P^T and dS^T of a tile from its S^T and dP^T.
 template <bool PARTIAL, class Op>
 static void score_gradients(const QknormArgs &a, const typename BackwardPlan<Op>::Scratch &w, const Positions &at,
                             const Tile &tile, const float *top, const float *total2, const float *delta) {
@@ -186,13 +186,14 @@ static void score_gradients(const QknormArgs &a, const typename BackwardPlan<Op>
   }
 }
 
-// Zeros for the queries [lo, hi) of the step at j0, in B with K along the keys.
+// Writes zeros for the queries [lo, hi) of the step at j0, in the operand B whose K axis is the keys.
 template <class Op>
 static void clear_down(Op *out, int64_t j0, int64_t lo, int64_t hi) {
   for (int64_t i = lo; i < hi; i += 16) memset((void *)(out + i * KEYS + 16 * j0), 0, 16 * STEP * sizeof(Op));
 }
 
-// From the gradient of a block of hats, [n][Dp] in w.rows, to that of the raw rows, and d_gain [D].
+// Turns the gradients of n normalised, rotated rows, [n][Dp] in `rows`, into those of the raw rows, and adds to
+// d_gain [D].
 template <class In>
 static void finish_rows(const QknormArgs &a, float *rows, float *raw, bool is_query, int64_t b, int64_t h, int64_t lo,
                         int64_t n, int64_t Dp, float factor, In *out, float *d_gain) {
@@ -213,7 +214,7 @@ static void finish_rows(const QknormArgs &a, float *rows, float *raw, bool is_qu
   }
 }
 
-// dK and dV of the keys of one pass, over all queries of the group that see them.
+// Computes dK and dV of the keys of one pass, summed over all queries of the query heads of the group.
 template <class In, class Op>
 static void backward_keys(const QknormArgs &a, const BackwardPlan<Op> &plan, int64_t b, int64_t hk, int64_t pass,
                           int64_t split, int64_t thread) {
@@ -238,7 +239,7 @@ static void backward_keys(const QknormArgs &a, const BackwardPlan<Op> &plan, int
   for (int64_t hq = hk * G; hq < (hk + 1) * G; hq++) {
     for (int64_t qb = first / QUERIES; qb * QUERIES < last; qb++) {
       const int64_t q0 = qb * QUERIES, bh = b * a.Hq + hq, block = bh * plan.query_blocks + qb;
-      int64_t begin = -1, end = 0;  // steps of keys with something to add to dQ
+      int64_t begin = -1, end = 0;  // the range of keys of this pass that contribute to dQ
       for (int64_t j0 = 0; j0 < n; j0 += STEP) {
         Tile tile{b, j0, pass0 + j0, std::min(STEP, n - j0), q0, 0, QUERIES, false, false};
         const int64_t k_last = tile.k0 + tile.keys - 1;
@@ -287,7 +288,7 @@ static void backward_keys(const QknormArgs &a, const BackwardPlan<Op> &plan, int
   for (int64_t i = 0; i < n; i++) float_to_row((In *)a.dv + (row0 + i) * a.Dv, w.dv + i * Dvp, a.Dv);
 }
 
-// dQ of one block of queries: the splits added up, turned back, through norm and RoPE.
+// Computes dQ of one block of queries: adds the splits, transposes the sum, and goes back through RoPE and norm.
 template <class In, class Op>
 static void finish_queries(const QknormArgs &a, const BackwardPlan<Op> &plan, int64_t unit, int64_t thread) {
   const auto w = plan.of_thread(thread);
@@ -303,7 +304,7 @@ static void finish_queries(const QknormArgs &a, const BackwardPlan<Op> &plan, in
   transpose_rows(w.rows, first, QUERIES, Dp, QUERIES);
   float *d_gain = a.dq_gain ? a.dq_gain + ((b * plan.query_blocks + qb) * a.Hq + h) * a.D : nullptr;
   if (d_gain) memset(d_gain, 0, a.D * sizeof(float));
-  // w.k_t held -K where the scale is negative: dQ carries the sign already.
+  // For a negative scale w.k_t held -K, so dQ has the right sign already.
   finish_rows<In>(a, w.rows, w.raw, true, b, h, q0, n, Dp, std::fabs((float)a.scale),
                   (In *)a.dq + (bh * a.Tq + q0) * a.D, d_gain);
 }
@@ -332,7 +333,7 @@ static void backward(const QknormArgs &a) {
   }
   const auto keys = [&](int64_t group, int64_t split, int64_t thread) {
     for (int64_t round = 0; round * plan.splits < plan.passes; round++) {
-      // Back and forth, since under a causal mask early keys are seen by more queries.
+      // The order of the splits alternates: under a causal mask early keys have more queries and take longer.
       const int64_t pass = round * plan.splits + (round % 2 ? plan.splits - 1 - split : split);
       if (pass < plan.passes) backward_keys<In, Op>(a, plan, group / a.Hk, group % a.Hk, pass, split, thread);
     }

@@ -1,13 +1,14 @@
-// Few queries against many keys: nothing is packed ahead, since no block of keys is read twice. The query
-// heads that share a key head are one block of rows, the keys are split among the threads, and the splits
-// are merged in a fixed order. Their number depends on the shape alone: the same bits on any number of
-// threads.
+// The forward pass for few queries and many keys. Keys are not packed in advance, since no block of keys is read
+// twice. The query heads that share a key head form one block of rows. The keys are split among the threads, and
+// the splits are merged in a fixed order. Their number depends on the shape alone, so the result has the same bits
+// on any number of threads.
 #pragma once
 
-constexpr int64_t DECODE_QUERIES = 16, DECODE_KEYS = 512;  // more keys than this are worth a second thread
+// The largest number of queries for this pass, and the smallest number of keys that is worth another split.
+constexpr int64_t DECODE_QUERIES = 16, DECODE_KEYS = 512;
 constexpr int64_t MAX_SPLITS = 32;
 
-// A row's sums over the keys of one split; the output sums follow it in memory.
+// The sums of one row over the keys of one split. The sums of the output are in DecodePlan::outs.
 struct Partial {
   int64_t visible;
   float m, l, t;
@@ -22,7 +23,7 @@ struct DecodePlan {
   char *scratch;
   int64_t scratch_bytes;
 
-  // Whether the call is of this kind.
+  // Whether this pass supports the call.
   static bool fits(const QknormArgs &a) {
     return a.Tq <= DECODE_QUERIES && a.Tk > 2 * a.Tq && a.Hq / a.Hk * a.Tq <= MAX_ROWS;
   }
@@ -98,7 +99,7 @@ static void decode_split(const QknormArgs &a, const DecodePlan<Op> &plan, int64_
   memcpy(plan.outs + unit * n * Dvp, w.o, n * Dvp * sizeof(float));
 }
 
-// Row `row` of key head (b, hk): its splits merged into the first.
+// Merges the splits of row `row` of a key head (b, hk) and writes its results.
 template <class In, class Op>
 static void merge_row(const QknormArgs &a, const DecodePlan<Op> &plan, int64_t bh, int64_t row) {
   const float to_log2 = std::fabs((float)a.scale) * 1.44269504088896341f;
@@ -110,7 +111,8 @@ static void merge_row(const QknormArgs &a, const DecodePlan<Op> &plan, int64_t b
   for (int64_t s = 0; s < plan.splits; s++) {
     const Partial &part = parts[s * plan.n];
     float *o = outs + s * plan.n * plan.Dvp;
-    // A split of -inf alone weighs nothing, and -inf * 0 is NaN; its own NaN stays.
+    // A split that saw no key has sums of 0 and needs no shift. A split whose scores are all -inf has the weight 0,
+    // and shift * l, which is -inf * 0, must not add a NaN to t. A NaN in the sums of a split reaches the result.
     const float shift = part.m == m || part.visible == 0 ? 0.0f : (part.m - m) * to_log2, weight = std::exp2(shift);
     visible += part.visible;
     l += weight * part.l;

@@ -1,4 +1,5 @@
-// 2^f on [0, 1), relative error 8e-8 before rounding, exact at 0 (so that a one-hot row sums to 1).
+// Coefficients of a polynomial for 2^f on [0, 1). Its relative error is 8e-8 before rounding. It is exact at 0, so
+// the weights of a one-hot row sum to exactly 1.
 #pragma once
 #define QK_EXP2_C0 1.0f
 #define QK_EXP2_C1 0.6931512951850891f

@@ -1,16 +1,16 @@
-// Attention forward: keys and values are normalised, rotated and packed once per key head, then every
-// block of queries streams over the blocks of keys that it may see.
+// The forward pass of attention. Keys (normalised and rotated) and values are packed once per key head. Then each
+// block of queries runs over the blocks of keys that it may see.
 #pragma once
 
-// Keys in a packed block: keys, values and scores of one share the first-level cache.
+// The number of keys in a packed block, so that its keys, values and scores fit the first-level cache together.
 static inline int64_t key_block_size(int64_t Dp, int64_t Dvp) { return std::max(Dp, Dvp) <= 64 ? 64 : 128; }
 
 template <class Op>
 struct ForwardPlan {
   int64_t Dp, Dvp, key_block, key_blocks, query_blocks;
-  Op *keys, *values;   // [B, Hk, key_blocks] blocks: [key_block x Dp] across, [key_block x Dvp] down
+  Op *keys, *values;    // [B, Hk, key_blocks] blocks, by pack_across [key_block x Dp] and pack_down [key_block x Dvp]
   IdRange *key_ranges;  // [B, key_blocks]
-  HeadSums *sums;       // [B, Hq, query_blocks], if there are statistics
+  HeadSums *sums;       // [B, Hq, query_blocks]; empty if the call returns no statistics
   char *scratch;        // per thread
   int64_t scratch_bytes;
 
@@ -74,7 +74,7 @@ static void forward_block(const QknormArgs &a, const ForwardPlan<Op> &plan, int6
   if (a.head_stats) plan.sums[(b * a.Hq + hq) * plan.query_blocks + qb] = sums;
 }
 
-// Keys and values [lo, lo + n) of (b, h) as one packed block.
+// Packs the keys and values [lo, lo + n) of (b, h) into one block.
 template <class In, class Op>
 static void pack_block(Op *keys, Op *values, float *hats, const QknormArgs &a, int64_t b, int64_t h, int64_t lo,
                        int64_t n, int64_t key_block, int64_t Dp, int64_t Dvp) {
@@ -119,7 +119,7 @@ static void forward(const QknormArgs &a) {
   } else {
     for_units(groups * plan.key_blocks, a.threads,
               [&](int64_t unit, int64_t thread) { pack_keys<In, Op>(a, plan, unit, thread); });
-    // Last blocks first: under a causal mask they see the most.
+    // The last blocks come first, because under a causal mask they have the most keys.
     for_units(heads * plan.query_blocks, a.threads, [&](int64_t unit, int64_t thread) {
       block(unit % heads, plan.query_blocks - 1 - unit / heads, thread);
     });

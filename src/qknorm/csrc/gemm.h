@@ -1,12 +1,14 @@
-// Block products C[M x N] (+)= A[M x K] B[K x N] in fp32 accumulation. M and N are multiples of 16.
+// Products of blocks, C[M x N] = A[M x K] B[K x N], added to C if `add`, with fp32 accumulation. M and N are
+// multiples of 16.
 //
-// A is row-major, K contiguous. B is packed in panels of 16 columns:
-//   fp32: panel[K][16];  bf16: panel[K/2][16][2], pairs of rows of B side by side, as vdpbf16ps and the
-//   AMX tiles want them. K is a multiple of 32 for bf16, padded with zeros. Panels
-// lie `panel` elements apart, 16 K unless said.
+// A is row-major with leading dimension lda. B is packed in panels of 16 columns:
+//   fp32: panel[K][16];
+//   bf16: panel[K/2][16][2], with pairs of rows of B interleaved, as vdpbf16ps and the AMX tiles require. K is a
+//   multiple of 32, padded with zeros.
+// The panels begin `panel` elements apart, or 16 K if `panel` is 0.
 #pragma once
 
-// MR rows by NP panels of sums stay in registers.
+// Computes MR rows by NP panels, whose sums stay in registers.
 template <int MR, int NP>
 static inline void gemm_rows_fp32(float *C, int64_t ldc, const float *A, int64_t lda, const float *B, int64_t panel,
                                   int64_t K, bool add) {
@@ -44,7 +46,7 @@ static void gemm(float *C, int64_t ldc, const float *A, int64_t lda, const float
     }
     p += n;
   }
-#else  // sixteen registers: 4 x 2 sums, the panel, the broadcast
+#else  // of sixteen registers, 8 hold the sums, 2 the panel, and 1 or 2 the broadcast element of A
   for (int64_t p = 0; p < panels; p++)
     for (int64_t i = 0; i < M; i += 4)
       gemm_rows_fp32<4, 1>(C + i * ldc + 16 * p, ldc, A + i * lda, lda, B + p * panel, panel, K, add);
@@ -64,7 +66,7 @@ static inline void begin_tiles() {
 }
 static inline void end_tiles() { _tile_release(); }
 
-// Tiles 0-3 hold a 32 x 32 block of C, 4-5 rows of A, 6-7 panels of B.
+// Tiles 0 to 3 hold a 32 x 32 block of C, tiles 4 and 5 rows of A, tiles 6 and 7 panels of B.
 static void gemm(float *C, int64_t ldc, const uint16_t *A, int64_t lda, const uint16_t *B, int64_t M, int64_t N,
                  int64_t K, bool add, int64_t panel = 0) {
   panel = panel ? panel : 16 * K;

@@ -1,5 +1,5 @@
-// Everything that depends on the instruction set, compiled once for each. The including file defines
-// QK_NAMESPACE and the QK_USE_ macros, and is compiled with matching flags.
+// The code that depends on the instruction set. It is compiled once for each set, by a file that defines
+// QK_NAMESPACE and the QK_USE_ macros and is compiled with matching flags.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -24,8 +24,8 @@ namespace QK_NAMESPACE {
 #include "decode.h"
 #include "backward.h"
 
-// bf16 products where the instruction set has them; otherwise bf16 and fp16 are multiplied as fp32,
-// after the one rounding of q_hat and k_hat to their own precision.
+// The operand type for bf16 inputs. Without bf16 products in the instruction set, bf16 is multiplied as fp32, as
+// fp16 always is, after q_hat and k_hat have been rounded once to their dtype.
 #if defined(QK_USE_BF16)
 using Bf16Op = uint16_t;
 #else

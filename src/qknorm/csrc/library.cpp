@@ -1,4 +1,4 @@
-// Entry points, and what this processor can run.
+// The entry points of the library, and the instruction sets that this processor has.
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -28,7 +28,7 @@ QK_DECLARE(qk_amx)
   }
 
 static bool amx_permitted() {
-  // Linux hands out the tile registers on request only (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+  // A process must ask Linux for the tile registers (ARCH_REQ_XCOMP_PERM with XFEATURE_XTILEDATA).
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }
 
@@ -41,7 +41,7 @@ int64_t qknorm_key_part() { return QK_KEY_PART; }
 
 void qknorm_use_threads(QknormParallelFor parallel_for) { qknorm_parallel_for = parallel_for; }
 
-// Bit i: instruction set i of QknormIsa runs here.
+// Returns a bit field: bit i says that this processor has instruction set i of QknormIsa.
 int32_t qknorm_instruction_sets() {
   __builtin_cpu_init();
   int32_t found = 0;

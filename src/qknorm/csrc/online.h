@@ -1,20 +1,21 @@
-// A block of queries absorbs blocks of keys one after the other: scores, mask, running softmax, products
-// with the values. Then each row is finished: the sink, the output, the statistics.
+// Online softmax. A block of queries takes in one block of keys after the other: scores, mask, running softmax, and
+// product with the values. Then each row is finished with the sink, the output and the statistics.
 //
-// Per row, in units of log2: m the largest raw logit, l = sum 2^(x), t = sum 2^(x) x with
-// x = (logit - m) log2(e). The entropy is ln(l) - ln(2) t / l, which does not cancel at large logits.
+// The running values of a row are m, the largest raw score (q.k before scaling, with the sign of the scale), and
+// the sums l = sum 2^x and t = sum 2^x x with x = (score - m) |scale| log2(e). The entropy is ln(l) - ln(2) t / l,
+// which loses no digits to cancellation at large logits.
 #pragma once
 
-constexpr int64_t MAX_ROWS = 128;  // of a block of queries
+constexpr int64_t MAX_ROWS = 128;  // the largest number of rows of a block of queries
 
-// What a thread needs for one block of queries.
+// The scratch memory of a thread for one block of queries.
 template <class Op>
 struct RowScratch {
   Op *q, *p;                  // [rows x Dp], [rows x key_block]
   float *s, *o;               // [rows x key_block], [rows x Dvp]
-  float *hats;                // rows on their way in, fp32
-  float *m, *l, *t;           // [rows]; l and t by lane, [rows x 16], added up at the end
-  int64_t *visible, *query;   // [rows]: keys seen so far; which query a row is
+  float *hats;                // rows of q, k or v in fp32, before they are packed
+  float *m, *l, *t;           // m is [rows]; l and t are [rows x 16], a sum per lane, added up at the end
+  int64_t *visible, *query;   // [rows]: number of visible keys so far, and the index of the query
 
   RowScratch(Arena &arena, int64_t rows, int64_t key_block, int64_t Dp, int64_t Dvp) {
     q = arena.take<Op>(rows * Dp);
@@ -36,15 +37,17 @@ struct RowScratch {
   }
 };
 
-// Keys [key0, key0 + width) of one batch entry, packed; `partial`: not all rows see all of them.
+// The keys [key0, key0 + width) of one batch entry, packed. `partial` says that not all rows see all of them, and
+// `by_ids` that the ids decide it as well.
 template <class Op>
 struct KeyBlock {
   const Op *keys, *values;
-  int64_t key0, width, stride;  // stride: keys in a packed block
+  int64_t key0, width, stride;  // stride: number of keys in a packed block
   bool partial, by_ids;
 };
 
-// Rows [lo, lo + n) of q or k at (b, h), normalised and rotated, to fp32 [n_padded][Dp]; the rest zero.
+// Loads the rows [lo, lo + n) of q or k at (b, h), normalised and rotated, as fp32 [padded_rows][Dp]. The other
+// entries become 0.
 template <class In>
 static void load_hats(float *out, const QknormArgs &a, bool is_query, int64_t b, int64_t h, int64_t lo, int64_t n,
                       int64_t padded_rows, int64_t Dp) {
@@ -63,7 +66,7 @@ static void load_hats(float *out, const QknormArgs &a, bool is_query, int64_t b,
   memset(out + n * Dp, 0, (padded_rows - n) * Dp * sizeof(float));
 }
 
-// Queries, with the sign of the scale: a block works with its magnitude.
+// Loads queries and multiplies them by the sign of the scale. After that only |scale| is used.
 template <class In>
 static void load_queries(float *out, const QknormArgs &a, int64_t b, int64_t h, int64_t lo, int64_t n,
                          int64_t padded_rows, int64_t Dp) {
@@ -80,7 +83,7 @@ static void load_values(float *out, const QknormArgs &a, int64_t b, int64_t h, i
   memset(out + n * Dvp, 0, (padded_rows - n) * Dvp * sizeof(float));
 }
 
-// One row of scores: hides what the mask hides; returns how many keys are left.
+// Sets hidden scores of one row to -inf, and returns the number of visible keys.
 static int64_t mask_row(float *s, int64_t width, int64_t key0, int64_t lo, int64_t hi, const int32_t *key_ids,
                         int64_t known, int32_t query_id) {
   const Vec low = Vec::set((float)(lo - key0)), high = Vec::set((float)(hi - key0));
@@ -92,7 +95,7 @@ static int64_t mask_row(float *s, int64_t width, int64_t key0, int64_t lo, int64
     if (key_ids) {
       const int32_t *ids = key_ids + key0 + j;
       const int64_t left = known - (key0 + j);
-      if (left < 16) {  // past the last key lies memory that is not ours
+      if (left < 16) {  // the array of ids ends here
         for (int64_t i = 0; i < 16; i++) tail[i] = i < left ? ids[i] : -1;
         ids = tail;
       }
@@ -112,8 +115,9 @@ static inline void store_pair(float *p, Vec a, Vec b) {
 static inline void store_pair(uint16_t *p, Vec a, Vec b) { to_bf16_pair(p, a, b); }
 #endif
 
-// p = 2^((s - origin) to_log2) of one row, and its sums into l and t, by lane. MASKED: some s are -inf.
-// The difference comes first: s to_log2 - origin to_log2 would leave half an ulp of the largest logit.
+// Computes p = 2^((s - origin) to_log2) of one row and adds it to the sums l and t of each lane. MASKED says that
+// some s may be -inf. The difference is taken before the product: s to_log2 - origin to_log2 would have an error
+// of half an ulp of the largest logit.
 template <bool STATS, bool MASKED, class Op>
 static inline void softmax_row(Op *p, const float *s, int64_t width, float to_log2, float origin, float *l_sum,
                                float *t_sum) {
@@ -124,7 +128,7 @@ static inline void softmax_row(Op *p, const float *s, int64_t width, float to_lo
     const Vec e0 = exp2(x0), e1 = exp2(x1);
     l0 = l0 + e0;
     l1 = l1 + e1;
-    if (STATS) {  // 0 * -inf is NaN
+    if (STATS) {  // the floor is needed because 0 * -inf is NaN
       t0 = fma(e0, MASKED ? max(floor, x0) : x0, t0);
       t1 = fma(e1, MASKED ? max(floor, x1) : x1, t1);
     }
@@ -134,7 +138,7 @@ static inline void softmax_row(Op *p, const float *s, int64_t width, float to_lo
   if (STATS) (t0 + t1).store(t_sum);
 }
 
-// The first n of `rows` rows absorb a block.
+// Adds a block of keys to the first n of `rows` rows.
 template <class Op>
 static void absorb(const QknormArgs &a, const RowScratch<Op> &w, int64_t b, int64_t n, int64_t rows, int64_t Dp,
                    int64_t Dvp, const KeyBlock<Op> &block) {
@@ -181,13 +185,13 @@ static void absorb(const QknormArgs &a, const RowScratch<Op> &w, int64_t b, int6
   gemm(w.o, Dvp, w.p, ld, block.values, rows, Dvp, width, true, 16 * ld);
 }
 
-// What rows of one head add to its statistics.
+// Sums over rows of one head, for its statistics.
 struct HeadSums {
   float top = -INFINITY;
   double entropy = 0.0, ratio = 0.0, sink = 0.0;
   int64_t rows = 0, ratio_rows = 0;
   void add(const HeadSums &o) {
-    top = std::isnan(top) || top > o.top ? top : o.top;  // NaN stays
+    top = std::isnan(top) || top > o.top ? top : o.top;  // a NaN is kept
     entropy += o.entropy;
     ratio += o.ratio;
     sink += o.sink;
@@ -196,23 +200,23 @@ struct HeadSums {
   }
 };
 
-// The row of query `query` of head (b, hq), from its sums over the keys it saw; o is used up.
+// Writes the results of query `query` of head (b, hq), given its sums over the visible keys. Overwrites o.
 template <class In>
 static void finish_row(const QknormArgs &a, int64_t b, int64_t hq, int64_t query, int64_t visible, float m, float l,
                        float t, float *o, int64_t Dvp, HeadSums &sums) {
   const bool seen = visible > 0;
   const int64_t row = (b * a.Hq + hq) * a.Tq + query;
-  // A row of NaN never raises the maximum above -inf: say NaN, not "saw nothing".
+  // NaN scores never raise the maximum above -inf. Such a row must report NaN, and not that it saw no key.
   const float top = !seen ? -INFINITY : std::isnan(l) ? NAN : m * std::fabs((float)a.scale), log_sum = std::log(l);
   const float key_lse = seen ? top + log_sum : -INFINITY;
   float keep = seen ? 1.0f / l : 0.0f, log_total = seen ? log_sum : -INFINITY;
-  if (a.sink && seen) {  // relative to the maximum of the keys, and to that of both inside
+  if (a.sink && seen) {  // log_total stays relative to the maximum of the keys; `high` avoids overflow
     const float sink = a.sink[hq] - top, high = std::max(log_sum, sink);
     if (!std::isnan(log_sum)) log_total = high + std::log(std::exp(log_sum - high) + std::exp(sink - high));
     keep *= std::exp(log_sum - log_total);
   }
-  const bool told = seen && m != -INFINITY;  // what the backward takes its exponents from
-  a.lse[row] = told ? m : 0.0f;
+  const bool has_maximum = seen && m != -INFINITY;  // the backward pass subtracts m, so it must not be -inf
+  a.lse[row] = has_maximum ? m : 0.0f;
   a.lse[a.B * a.Hq * a.Tq + row] = log_total;
   if (a.head_stats) {
     float entropy = seen ? std::max(0.0f, log_sum - 0.693147180559945309f * t / l) : 0.0f;
@@ -236,7 +240,7 @@ static void finish_row(const QknormArgs &a, int64_t b, int64_t hq, int64_t query
   float_to_row((In *)a.out + row * a.Dv, o, a.Dv);
 }
 
-// The statistics of the heads, from `parts` sums for each (b, hq), added up in a fixed order.
+// Computes the statistics of the heads from `parts` sums for each (b, hq), added in a fixed order.
 static void reduce_heads(const QknormArgs &a, const HeadSums *sums, int64_t parts) {
   for (int64_t h = 0; h < a.Hq; h++) {
     HeadSums total;

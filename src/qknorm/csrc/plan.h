@@ -1,13 +1,13 @@
-// Sizes of blocks, which keys a block of queries may see, and where things lie in the workspace.
+// Sizes of blocks, the keys that a query may see, and the layout of the workspace.
 #pragma once
 
 constexpr int64_t QUERY_BLOCK = 32;
 
-// With this many key heads per thread a thread takes a key head through all steps, in its own cache and
-// without waiting for others in between.
+// With at least this many (batch, key head) groups per thread, one thread takes a group through all steps. Its data
+// then stay in the cache of that core, and no thread waits for others between the steps.
 constexpr int64_t ENOUGH_GROUPS = 8;
 
-// Keys [lo, hi) that the token of one query may see by position.
+// The keys [lo, hi) that one query may see by position.
 struct Positions {
   int64_t off, Tk, window;
   bool causal;
@@ -22,7 +22,7 @@ struct Positions {
     if (window) end = std::min(end, token + window);
     return std::max<int64_t>(0, end);
   }
-  // The same from a key's side: queries [first, last) that may see it.
+  // The queries [first, last) that may see one key by position.
   int64_t first_query(int64_t key, int64_t Tq) const {
     int64_t first = 0;
     if (causal) first = std::max(first, key - off);
@@ -38,7 +38,7 @@ struct Positions {
 
 static inline Positions positions(const QknormArgs &a) { return {a.Tk - a.Tq, a.Tk, a.window, a.causal != 0}; }
 
-// Smallest and largest id in a block; padding (negative) is left out of the range but noted.
+// The smallest and the largest id of a block. Negative ids, which mark padding, set `padded` instead.
 struct IdRange {
   int32_t low, high;
   bool padded;
@@ -60,7 +60,7 @@ static inline IdRange id_range(const int32_t *ids, int64_t n) {
   return r;
 }
 
-// Carves aligned pieces out of one buffer; with a null buffer it only adds them up.
+// Hands out aligned pieces of one buffer. With a null buffer it only computes the size that is needed.
 struct Arena {
   char *base;
   int64_t used = 0;
@@ -73,8 +73,9 @@ struct Arena {
   }
 };
 
-// Runs body(unit, thread) for every unit, on torch's threads, whoever is free takes the next: causal
-// blocks differ in cost. Units own what they write, so the result does not depend on the order.
+// Runs body(unit, thread) for every unit on torch's threads. Each thread takes the next unit when it is free, since
+// units differ in cost under a causal mask. No two units write to the same place, so the order does not change the
+// result.
 template <class Body>
 static void for_units(int64_t units, int64_t threads, const Body &body) {
   struct Shared {

@@ -1,6 +1,6 @@
-// Rows of q, k, v between memory and the blocks that are multiplied: conversion, norm, RoPE, packing.
+// How rows of q, k and v become the operands of products, and back: conversion, norm, RoPE and packing.
 //
-// In: the element type in memory. Op: the operand type of the products, float or uint16_t (bf16 bits).
+// `In` is the element type in memory. `Op` is the operand type of the products, float or uint16_t (bits of bf16).
 #pragma once
 
 struct Bf16 {
@@ -19,13 +19,13 @@ static inline void store16(Fp16 *p, Vec x) { to_fp16(&p->bits, x); }
 static inline void store16(uint16_t *p, Vec x) { to_bf16(p, x); }
 
 static inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-// Widths of blocks: bf16 products take 32 rows of B at a time, fp32 ones any number; 16 columns a panel.
+// Widths are rounded up to multiples of this: bf16 products need a K axis of 32, and panels have 16 columns.
 template <class Op>
 constexpr int64_t width_step() {
   return sizeof(Op) == 2 ? 32 : 16;
 }
 
-// One row of n elements to fp32, zeros up to `padded`.
+// Converts one row of n elements to fp32, followed by zeros up to `padded`.
 template <class In>
 static void row_to_float(float *out, const In *in, int64_t n, int64_t padded) {
   int64_t i = 0;
@@ -51,7 +51,7 @@ static void float_to_row(Out *out, const float *in, int64_t n) {
   }
 }
 
-// What norm and RoPE need for one head at one token.
+// The arguments of norm and RoPE for one head at one token.
 struct NormRope {
   const float *gain;  // [D] or null
   float eps;
@@ -66,7 +66,7 @@ static inline float inverse_rms(const float *x, int64_t D, int64_t padded, float
   return 1.0f / std::sqrt(sum(total) / (float)D + eps);
 }
 
-// The rotation by +angle, or by -angle for gradients.
+// Rotates x in place by the angle, or by minus the angle if `back` (for gradients).
 static void rotate(float *x, const NormRope &n, bool back) {
   const int64_t half = n.R / 2;
   const float sign = back ? -1.0f : 1.0f;
@@ -92,7 +92,8 @@ static void rotate(float *x, const NormRope &n, bool back) {
   }
 }
 
-// x, fp32 and padded with zeros, in place: norm, gain, rotation, then one rounding to In's precision.
+// Applies norm, gain and rotation in place to x, which is fp32 and padded with zeros, and rounds once to the
+// precision of In.
 template <class In>
 static void norm_rope(float *x, const NormRope &n, int64_t padded) {
   if (n.gain) {
@@ -112,8 +113,9 @@ static void norm_rope(float *x, const NormRope &n, int64_t padded) {
   }
 }
 
-// The gradient dy of the rotated, normalised row back to the raw row x: d_gain += dy u, and
-// dx = r (g dy - u mean(u g dy)) with u = x r. Both fp32 and padded; dy becomes dx.
+// Turns the gradient dy of a normalised, rotated row into the gradient dx of the raw row x, in place. After dy has
+// been rotated back, d_gain += dy u and dx = r (g dy - u mean(u g dy)), with u = x r and r = 1 / rms(x). Both rows
+// are fp32 and padded.
 static void norm_rope_backward(float *dy, const float *x, const NormRope &n, int64_t padded, float *d_gain) {
   if (n.cos) rotate(dy, n, true);
   if (!n.gain) return;
@@ -141,7 +143,7 @@ static void norm_rope_backward(float *dy, const float *x, const NormRope &n, int
   for (; i < n.D; i++) dy[i] = inverse * (dy[i] - x[i] * inverse * mean);
 }
 
-// out[k * ld_out + r] = in[r * ld_in + k] for words of 32 bits; rows and K multiples of 8.
+// Transposes words of 32 bits: out[k * ld_out + r] = in[r * ld_in + k]. rows and K are multiples of 8.
 static void transpose_words(float *out, int64_t ld_out, const float *in, int64_t ld_in, int64_t rows, int64_t K) {
   for (int64_t r = 0; r < rows; r += 8)
     for (int64_t k = 0; k < K; k += 8) {
@@ -165,7 +167,7 @@ static void transpose_words(float *out, int64_t ld_out, const float *in, int64_t
     }
 }
 
-// `rows` rows [rows][ld] of fp32 as B with K along the row: panels of 16 rows.
+// Packs fp32 rows [rows][ld] into an operand B whose K axis runs along a row: each panel has 16 rows.
 static void pack_across(float *out, const float *in, int64_t ld, int64_t rows, int64_t K) {
   for (int64_t r = 0; r < rows; r += 16) transpose_words(out + r * K, 16, in + r * ld, ld, 16, K);
 }
@@ -174,19 +176,19 @@ static void pack_across(uint16_t *out, const float *in, int64_t ld, int64_t rows
   for (int64_t r = 0; r < rows; r += 16) {
     for (int64_t i = 0; i < 16; i++)
       for (int64_t k = 0; k < K; k += 16) to_bf16(narrow[i] + k, Vec::load(in + (r + i) * ld + k));
-    // Pairs along K are words.
+    // Two bf16 neighbours along K form one word.
     transpose_words((float *)(out + r * K), 16, (const float *)narrow, 128, 16, K / 2);
   }
 }
 
-// The same rows as B with K along the rows: panels of 16 columns, `rows` of K.
+// Packs the same rows into an operand B whose K axis counts the rows: each panel has 16 columns.
 static void pack_down(float *out, const float *in, int64_t ld, int64_t rows, int64_t columns) {
   for (int64_t c = 0; c < columns; c += 16, out += 16 * rows)
     for (int64_t r = 0; r < rows; r++) Vec::load(in + r * ld + c).store(out + 16 * r);
 }
 #if defined(QK_USE_BF16)
-// Lanes of two rows side by side, as pairs along K: a0 b0 a1 b1 ...
-static inline __m512i interleave(__m512i both) {  // a below, b above
+// Interleaves two rows into pairs along K: a0 b0 a1 b1 ... The lower half of `both` is a, the upper half is b.
+static inline __m512i interleave(__m512i both) {
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return _mm512_permutexvar_epi16(_mm512_load_si512(order), both);
@@ -201,7 +203,7 @@ static void pack_down(uint16_t *out, const float *in, int64_t ld, int64_t rows, 
 }
 #endif
 
-// Packing straight from memory, where nothing is computed on the way and the types allow it; false if not.
+// Packs rows directly from memory, without conversion to fp32. Returns false if types or strides do not allow it.
 template <class Op, class In>
 static bool copy_across(Op *, const In *, int64_t, int64_t, int64_t) {
   return false;
@@ -212,7 +214,7 @@ static bool copy_down(Op *, const In *, int64_t, int64_t, int64_t) {
 }
 #if defined(QK_USE_BF16)
 static bool copy_across(uint16_t *out, const Bf16 *in, int64_t ld, int64_t rows, int64_t K) {
-  if (ld % 2) return false;  // rows are read as words
+  if (ld % 2) return false;  // rows are read as 32-bit words, so they must begin at an even element
   for (int64_t r = 0; r < rows; r += 16)
     transpose_words((float *)(out + r * K), 16, (const float *)(in + r * ld), ld / 2, 16, K / 2);
   return true;
@@ -228,7 +230,7 @@ static bool copy_down(uint16_t *out, const Bf16 *in, int64_t ld, int64_t rows, i
 }
 #endif
 
-// Row-major A.
+// Packs rows into a row-major operand A.
 static void pack_rows(float *out, const float *in, int64_t ld, int64_t rows, int64_t K) {
   for (int64_t r = 0; r < rows; r++) memcpy(out + r * K, in + r * ld, K * sizeof(float));
 }

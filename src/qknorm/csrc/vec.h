@@ -1,4 +1,4 @@
-// Sixteen fp32 lanes as one type: one AVX-512 register, or two AVX2 registers. Included once per
+// A vector of sixteen fp32 lanes: one AVX-512 register or two AVX2 registers. This file is included once for each
 // instruction set, inside its namespace.
 #pragma once
 
@@ -22,7 +22,7 @@ static inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 static inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 static inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 static inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-// If either is NaN the result is b.
+// The result is b if either argument is NaN.
 static inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 static inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
@@ -35,7 +35,7 @@ static inline Mask operator&(Mask a, Mask b) { return {(__mmask16)(a.m & b.m)}; 
 static inline Vec choose(Mask m, Vec a, Vec b) { return {_mm512_mask_blend_ps(m.m, b.v, a.v)}; }
 static inline int count(Mask m) { return __builtin_popcount(m.m); }
 static inline bool any(Mask m) { return m.m != 0; }
-// 2^x, relative error 2e-7; 0 for -inf (whose fraction vreduce takes for 0), NaN for NaN.
+// 2^x with a relative error of 2e-7. The result is NaN for NaN, and 0 for -inf, whose fraction vreduce gives as 0.
 static inline Vec exp2(Vec x) {
   Vec f{_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
   Vec p = Vec::set(QK_EXP2_C5);
@@ -60,7 +60,7 @@ static inline void to_bf16_pair(uint16_t *p, Vec a, Vec b) {
 static inline void to_bf16(uint16_t *p, Vec a) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
 #else
 static inline void to_bf16(uint16_t *p, Vec a) {
-  // Round to nearest even; NaN keeps its top bits and becomes quiet.
+  // Rounds to nearest even. A NaN keeps its upper bits and becomes quiet.
   __m512i u = _mm512_castps_si512(a.v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -128,7 +128,8 @@ static inline __m256 exp2_half(__m256 x) {
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(QK_EXP2_C2));
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(QK_EXP2_C1));
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(QK_EXP2_C0));
-  // Below 2^-126 the exponent trick would wrap: those are 0. NaN compares false and is kept.
+  // Adding r to the exponent bits would wrap around below 2^-126, so such results are set to 0. A NaN compares as
+  // false and is kept.
   __m256 tiny = _mm256_cmp_ps(r, _mm256_set1_ps(-126.0f), _CMP_LT_OQ);
   __m256i e = _mm256_slli_epi32(_mm256_cvtps_epi32(r), 23);
   __m256 y = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), e));

@@ -1,4 +1,4 @@
-"""Layers."""
+"""Modules: attention layers with QK-norm, rotary embeddings, a KV cache, and parameter groups."""
 
 from qknorm.nn.attention import Attention
 from qknorm.nn.attention_config import AttentionConfig

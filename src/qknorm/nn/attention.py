@@ -1,6 +1,6 @@
-"""Self-attention with QK-norm, as a layer.
+"""The self-attention layer with QK-norm.
 
-Shapes: B batch, T tokens, C model width, Hq / Hk heads, D head width.
+Shapes: B batch, T tokens, C model width, Hq / Hk query / key heads, D head width, R rotary width.
 """
 
 from __future__ import annotations
@@ -26,32 +26,51 @@ from qknorm.spec import Mask, Rope, RopeLayout, RowSink, Sink, SinkToken
 
 
 class Observer(Protocol):
-    """Takes note of the statistics of a layer, see `Attention.observer`."""
+    """An object that receives the statistics of a layer, see `Attention.observer`."""
 
     def wants(self) -> bool:
-        """Whether this call is to be observed."""
+        """Whether the observer wants the statistics of this call."""
 
     def add(self, q: Tensor, k: Tensor, stats: Stats, scale: float | None) -> None:
-        """One call: q and k before the norm, the statistics of the attention, and its scale."""
+        """Receive the statistics of one call.
+
+        Args:
+            q: `[B, Hq, T, D]` before the norm.
+            k: `[B, Hk, T, D]` before the norm.
+            stats: statistics of the call.
+            scale: factor of the logits; None for 1/sqrt(D).
+        """
 
 
 class Attention(MarkedModule):
-    """Fused qkv projection, QK-norm, RoPE, attention with a sink, optional gate, output projection.
+    """A self-attention layer with QK-norm.
 
-    Statistics are values that `forward` returns, not hooks: they survive compilation and are
-    counted once under activation checkpointing.
+    It consists of one projection for q, k and v, QK-norm, RoPE, attention with an optional sink, an
+    optional gate, and the output projection. `forward` returns statistics as values and does not use
+    hooks, so they survive compilation, and activation checkpointing counts them once.
 
     Args:
-        config: what the layer is.
-        device: of all parameters.
-        dtype: of the projections. Gains and sinks are fp32 whatever the layer is cast to (fp64 after
-            `double()`).
+        config: sizes and options of the layer.
+        device: device of all parameters.
+        dtype: dtype of the projections. Gains and sinks are fp32, whatever the layer is cast to (fp64
+            after `double()`).
+
+    Attributes:
+        config: the `AttentionConfig`.
+        qkv: the projection of x `[B, T, C]` to q, k and v, `[B, T, (Hq + 2 Hk) D]`.
+        gate: the projection to the gate, `[B, T, Hq D]`, or None.
+        out: the output projection, from `[B, T, Hq D]` to `[B, T, C]`.
+        norm: the `QKNorm`, or None.
+        sink_logit: `[Hq]` for `sink="logit"`, else None.
+        sink_key: `[Hk, D]` for `sink="token"`, else None.
+        sink_value: `[Hk, D]` for `sink="token"`, else None.
+        observer: an `Observer` that receives the statistics of the calls it wants, or None. It changes
+            no bit of the result.
     """
 
     sink_logit: Parameter | None
     sink_key: Parameter | None
     sink_value: Parameter | None
-    # Who watches this layer. Watching changes no bit of the result.
     observer: Observer | None = None
 
     def __init__(
@@ -82,9 +101,9 @@ class Attention(MarkedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """First values of the sink; the submodules have a `reset_parameters` of their own."""
+        """Set the first values of the sink. The submodules have their own `reset_parameters`."""
         if self.sink_key is not None:
-            # A key of 0 would be a fixed point of the norm, with logit 0 and no gradient to speak of.
+            # The norm leaves a key of 0 at 0, so it would have the same logit, 0, for every query.
             nn.init.normal_(self.sink_key)
         for zero in (self.sink_logit, self.sink_value):
             if zero is not None:
@@ -98,7 +117,18 @@ class Attention(MarkedModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> KVCache:
-        """An empty cache that fits this layer, or what autocast, if it is on, makes of its keys."""
+        """Return an empty cache that fits the keys and values of this layer.
+
+        Args:
+            batch: B.
+            max_length: capacity in tokens.
+            dtype: dtype of keys and values. None takes autocast's dtype if autocast is on and the layer
+                is not fp64, and otherwise the dtype of the layer.
+            device: device of the cache; that of the layer if None.
+
+        Returns:
+            A `KVCache` with keys and values `[B, Hk, max_length, D]`.
+        """
         c, weight = self.config, self.qkv.weight
         kind = weight.device.type
         if dtype is None:
@@ -118,23 +148,24 @@ class Attention(MarkedModule):
         cache: KVCache | None = None,
         stats: StatsRequest = False,
     ) -> Tensor | tuple[Tensor, Stats]:
-        """Attend within x, and to what the cache holds.
+        """Attend to the tokens of x and of the cache.
 
         Args:
             x: `[B, T, C]`.
-            rope: what rotates q and k: a `RotaryEmbedding`, which counts positions from the first
-                cached token on, or a table for all keys, cached ones included.
-            mask: over all keys, cached ones included; the layer adds its own window.
-            cache: keys and values of earlier tokens; the new ones are appended. A call that is
-                refused, or that fails in the operator, leaves it as before.
-            stats: also return the statistics; "rows" keeps the values of each row.
+            rope: a `RotaryEmbedding`, which counts positions from the first cached token; or a `Rope`
+                table for all keys, those in the cache included; or None for no rotation.
+            mask: the mask over all keys, those in the cache included. If the layer has a window, the
+                smaller of the two windows is used.
+            cache: keys and values of earlier tokens. Those of x are appended. If the call raises an
+                error before it returns from the operator, the cache stays as it was.
+            stats: True also returns `Stats` per head; "rows" keeps the values of each row as well.
 
         Returns:
-            `[B, T, C]`; with `stats`, that and `Stats`.
+            `[B, T, C]`. With `stats`, the pair of it and `Stats`.
 
         Raises:
             ValueError: the arguments do not fit together.
-            UnsupportedError: the configured backend cannot serve the call.
+            UnsupportedError: the backend of the configuration does not support the call.
         """
         c = self.config
         B, T, _ = x.shape
@@ -166,25 +197,28 @@ class Attention(MarkedModule):
         layout: RopeLayout | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor | None:
-        """The largest |logit| that the gains allow, `[Hq]`; None without a norm.
+        """Return the largest absolute logit that the gains allow, see `qknorm.logit_bound`.
 
-        Without `rope` and `rotary_dim` it holds for any rotation.
+        Gains that FSDP2 has sharded are gathered, so every rank must call this method.
 
         Args:
-            rope: the table in use, for a tighter bound.
-            rotary_dim: R, where there is no table; 0 says that the layer does not rotate.
-            layout: that of the rotation, where there is no table.
-            dtype: what q and k are rounded to.
+            rope: the rotary table in use, for the tightest bound.
+            rotary_dim: the rotary width R, if no table is given; 0 for a layer without RoPE. Without
+                `rope` and `rotary_dim` the bound holds for any rotation.
+            layout: the layout of the rotated pairs, needed with `rotary_dim` > 0.
+            dtype: the dtype that q and k are rounded to.
 
-        Gains that FSDP2 has sharded are gathered, for which every rank has to come here.
+        Returns:
+            `[Hq]` in fp32 (fp64 for fp64 gains), or None without a norm.
 
-        Raises ValueError if FSDP of the first generation has freed the gains.
+        Raises:
+            ValueError: `FullyShardedDataParallel` has freed the gains, or the rotary width does not fit.
         """
         c, norm = self.config, self.norm
         if norm is None:
             return None
         if norm.dialect.order == "after_rope":
-            # The norm sees an arbitrary direction, and only its gains multiply each other.
+            # After RoPE the norm may see any direction, so the bound is that of a layer without RoPE.
             rope, rotary_dim, layout = None, 0, None
         bound = ops.logit_bound(
             *_whole_gains(norm),
@@ -194,12 +228,24 @@ class Attention(MarkedModule):
             layout=layout,
             dtype=dtype,
         )
-        # Over the full width one head can hold the mass of all.
+        # With a statistic over all heads, one head can hold the whole length of the vector.
         mass = (c.num_heads * c.kv_heads) ** 0.5 if norm.dialect.statistic == "full" else 1.0
         return bound * mass
 
     def norm_rope(self, q: Tensor, k: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
-        """q and k as they enter the product."""
+        """Return q and k after the norm, if the layer has one, and RoPE.
+
+        Args:
+            q: `[B, Hq, T, D]`.
+            k: `[B, Hk, T, D]`.
+            rope: the rotary table of these T tokens, or None.
+
+        Returns:
+            q_hat `[B, Hq, T, D]` and k_hat `[B, Hk, T, D]` in their dtype.
+
+        Raises:
+            ValueError: shapes, dtypes or eps do not fit.
+        """
         if self.norm is None:
             return ops.qk_norm_rope(q, k, rope=rope)
         normed: tuple[Tensor, Tensor] = self.norm(q, k, rope)
@@ -221,10 +267,23 @@ class Attention(MarkedModule):
         cache: KVCache | None,
         stats: StatsRequest,
     ) -> tuple[Tensor, Stats | None]:
-        """Norm, RoPE and attention of q `[B, Hq, T, D]`, k and v `[B, Hk, T, D]`; rope is of these T."""
+        """Apply norm, RoPE and attention to projected q, k and v.
+
+        Args:
+            q: `[B, Hq, T, D]`.
+            k: `[B, Hk, T, D]`.
+            v: `[B, Hk, T, D]`.
+            rope: the rotary table of these T tokens, or None.
+            mask: the mask over all keys, those in the cache included.
+            cache: keys and values of earlier tokens, or None. Those of k and v are appended.
+            stats: whether to return statistics, see `forward`.
+
+        Returns:
+            out `[B, Hq, T, D]`, and `Stats` or None.
+        """
         c, norm = self.config, self.norm
-        # The operator fuses norm, RoPE and attention. A cache, whose keys are done, and the rarer
-        # dialects need them apart.
+        # The operator fuses norm, RoPE and attention. They are separate steps with a cache, whose keys
+        # are normalised and rotated already, and for dialects that the operator does not know.
         if cache is None and (norm is None or norm.dialect.is_fused):
             q_gain, k_gain = (None, None) if norm is None else norm()
             result = ops.attention(
@@ -242,7 +301,7 @@ class Attention(MarkedModule):
                 backend=c.backend,
             )
         else:
-            result = self._attend_apart(q, k, v, rope, mask, cache, stats)
+            result = self._attend_in_steps(q, k, v, rope, mask, cache, stats)
         return result if isinstance(result, tuple) else (result, None)
 
     def _sink(self) -> Sink | None:
@@ -250,7 +309,7 @@ class Attention(MarkedModule):
             return SinkToken(self.sink_key, self.sink_value)
         return "off_by_one" if self.config.sink == "off_by_one" else self.sink_logit
 
-    def _attend_apart(
+    def _attend_in_steps(
         self,
         q: Tensor,
         k: Tensor,
@@ -272,31 +331,34 @@ class Attention(MarkedModule):
                 q_gain, k_gain = norm()
                 flat_q, flat_token = norm.normalize(q, q_gain), norm.normalize(token_BHTD, k_gain)
             sink = RowSink(token_logits(flat_q, flat_token.to(q.dtype), scale), sink.value)
-        # Everything that can be refused is refused before the cache is written.
+        # `room` and `prepare` make all checks, so nothing is written to the cache if one of them fails.
         keys, values = (k_hat, v) if cache is None else cache.room(k_hat, v)
         with torch.autocast(q.device.type, enabled=False):
             call = Call(q=q_hat, k=keys, v=values, mask=mask, sink=sink, scale=scale, stats=stats)
-            serve = prepare(call, c.backend)
+            run = prepare(call, c.backend)
         if cache is None:
-            return serve()
+            return run()
         with cache.adding(k_hat, v):
-            return serve()
+            return run()
 
 
 def _whole_gains(norm: QKNorm) -> list[Tensor]:
-    """Effective gains outside of the forward, where a wrapper may have sharded or freed them."""
+    """Return the effective gains outside of the forward pass, gathered if FSDP2 has sharded them.
+
+    Raises ValueError if `FullyShardedDataParallel` has freed them.
+    """
     for stored in (norm.q_gain, norm.k_gain):
         if stored is not None and stored.untyped_storage().size() == 0:
             raise ValueError(
-                "the gains are freed outside of the forward: ask inside FullyShardedDataParallel's "
-                "summon_full_params"
+                "FullyShardedDataParallel frees the gains outside of the forward pass: call logit_bound "
+                "inside its context manager summon_full_params"
             )
     with torch.no_grad():
         return [getattr(gain, "full_tensor", lambda g=gain: g)() for gain in norm.effective_gains()]
 
 
 def _table(rope: RotaryEmbedding | Rope | None, tokens: int, cached: int) -> Rope | None:
-    """The rotations of the last `tokens` tokens after `cached` ones."""
+    """Return the rotary table of the `tokens` tokens that follow `cached` ones, or None without RoPE."""
     if rope is None:
         return None
     if isinstance(rope, nn.Module):
@@ -307,7 +369,7 @@ def _table(rope: RotaryEmbedding | Rope | None, tokens: int, cached: int) -> Rop
     rows = rope.cos.shape[-2]
     if rows != cached + tokens:
         raise ValueError(
-            f"the table has {rows} positions for {cached + tokens} keys, of which {cached} are cached: "
-            "it must cover every key; a RotaryEmbedding in its place counts them itself"
+            f"the rotary table has {rows} positions for {cached + tokens} keys, of which {cached} are "
+            "cached: it must have one position for each key (a RotaryEmbedding makes the right table)"
         )
     return rope.last(tokens)

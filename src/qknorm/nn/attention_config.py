@@ -1,4 +1,4 @@
-"""What an attention layer is."""
+"""The configuration of an attention layer."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ SinkKind = Literal["none", "off_by_one", "logit", "token"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What an attention layer is.
+    """The sizes and options of an attention layer.
 
     Attributes:
         dim: model width C.
-        num_heads: query heads Hq.
-        num_kv_heads: key heads Hk, a divisor of Hq; Hq if None. 1 is multi-query attention.
-        head_dim: D; C / Hq if None, which must then be whole.
-        norm: dialect of QK-norm, or None for none.
-        sink: "none"; "off_by_one", a fixed logit of 0; "logit", a learnable one per query head;
-            "token", a learnable key and value per key head outside RoPE.
-        window: keys that a query sees, itself included; None for all.
-        scale: of the logits; 1/sqrt(D) if None.
-        gate: multiply each head's output by a sigmoid of the input (Qiu et al. 2025, 2505.06708).
-        bias: of the projections.
-        backend: of the operator.
+        num_heads: number of query heads, Hq.
+        num_kv_heads: number of key heads, Hk, a divisor of Hq; Hq if None. 1 is multi-query attention.
+        head_dim: width D of a head; C / Hq if None, which must then be a whole number.
+        norm: dialect of QK-norm, or None for attention without a norm.
+        sink: "none"; "off_by_one", a fixed logit of 0; "logit", a learnable logit per query head; or
+            "token", a learnable key and value per key head, which RoPE does not rotate.
+        window: number of keys that a query sees, its own included; None for all.
+        scale: factor of the logits; 1/sqrt(D) if None.
+        gate: if True, the output of each head is multiplied by the sigmoid of a projection of the input
+            (Qiu et al. 2025, arXiv 2505.06708).
+        bias: whether the projections have biases.
+        backend: "auto", or the name of a backend of the operator.
+
+    Raises:
+        ValueError: a value is not allowed, or the numbers of heads and the widths do not divide each
+            other.
     """
 
     dim: int
@@ -45,7 +50,8 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if min(self.dim, self.num_heads, self.kv_heads) < 1:
             raise ValueError(
-                f"dim and heads must be positive; got {self.dim}, {self.num_heads}, {self.kv_heads}"
+                "dim, num_heads and num_kv_heads must be positive; got "
+                f"{self.dim}, {self.num_heads}, {self.kv_heads}"
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(
@@ -61,14 +67,14 @@ class AttentionConfig:
             raise ValueError(f"sink must be none, off_by_one, logit or token; got {self.sink!r}")
         if self.backend != "auto" and self.backend not in BACKENDS:
             raise ValueError(f"unknown backend {self.backend!r}: choose auto, {', '.join(BACKENDS)}")
-        Mask(window=self.window)  # checks it
+        Mask(window=self.window)  # raises ValueError for a bad window
 
     @property
     def kv_heads(self) -> int:
-        """Hk."""
+        """The number of key heads, Hk."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def width(self) -> int:
-        """D."""
+        """The width of a head, D."""
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim

@@ -1,4 +1,4 @@
-"""Modules whose own tensors a cast of the model does not round."""
+"""A base class for modules whose parameters and buffers must not be rounded to half precision."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from qknorm.spec import compute_dtype
 
 
 class FullPrecision(nn.Module):
-    """A module whose own parameters and buffers stay in fp32 when the model is cast to half precision.
+    """A module whose direct parameters and buffers stay fp32 when the model is cast to half precision.
 
-    `double()` makes them fp64, the dtype in which fp64 input is computed. They follow every move to
-    another device. A state dict in half precision is widened as it is loaded, also with `assign=True`.
-    Submodules are cast as usual.
+    `double()` makes them fp64, since fp64 input is computed in fp64. They move to other devices like
+    those of any module. Loading a state dict in half precision converts it to fp32, also with
+    `assign=True`. Submodules are cast as usual.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullPrecision:
-        """What every cast and every move of a module goes through."""
+        """Apply `fn` to all tensors. Every cast and every move of a module comes through this method."""
         if recurse:
             for child in self.children():
                 child._apply(fn)
@@ -37,7 +37,7 @@ class FullPrecision(nn.Module):
 
 
 def _not_narrowed(before: Tensor, after: Tensor) -> Tensor:
-    """`after`, or `before` where `after` is, if it was rounded on its way."""
+    """Return `after`, or if the cast has rounded it, `before` in fp32 or fp64 on the new device."""
     if not after.is_floating_point() or after.dtype == compute_dtype(after.dtype):
         return after
     return before.to(device=after.device, dtype=compute_dtype(after.dtype))

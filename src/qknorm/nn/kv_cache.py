@@ -1,4 +1,4 @@
-"""A cache of keys (normalised and rotated) and values for incremental decoding.
+"""The KV cache for incremental decoding. It holds normalised and rotated keys, and values.
 
 Shapes: B batch, Hk key heads, T tokens, D key width, Dv value width.
 """
@@ -13,9 +13,11 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of one layer, written in chunks or token by token; every layer needs its own.
+    """The keys and values of earlier tokens for one layer. Each layer needs a cache of its own.
 
-    Keys are stored after norm and RoPE, so nothing is computed twice. Buffers are allocated once.
+    Tokens are appended one by one or in chunks. Keys are stored after norm and RoPE, so nothing is
+    computed twice. The buffers are allocated once. `Attention.new_cache` makes a cache that fits a
+    layer.
 
     Args:
         batch: B.
@@ -23,8 +25,13 @@ class KVCache:
         max_length: capacity in tokens.
         head_dim: D.
         value_dim: Dv; D if None.
-        dtype: of the buffers; torch's default if None. `Attention.new_cache` takes that of the layer.
-        device: of the buffers; torch's default if None. `Attention.new_cache` takes that of the layer.
+        dtype: dtype of the buffers; torch's default dtype if None.
+        device: device of the buffers; torch's default device if None.
+
+    Attributes:
+        keys: the buffer `[B, Hk, max_length, D]`, of which the first `length` tokens are in use.
+        values: the buffer `[B, Hk, max_length, Dv]`, likewise.
+        length: number of tokens in the cache.
     """
 
     def __init__(
@@ -45,23 +52,34 @@ class KVCache:
 
     @property
     def max_length(self) -> int:
-        """Capacity in tokens."""
+        """The capacity in tokens."""
         return self.keys.shape[2]
 
     def room(self, k_hat: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values as they will be after `append`, as views. Writes nothing.
+        """Return views of all keys and values as `append` would return them, but write nothing.
 
-        Raises ValueError if keys `[B, Hk, n, D]` and values `[B, Hk, n, Dv]` do not fit.
+        Args:
+            k_hat: the new keys `[B, Hk, n, D]`.
+            v: the new values `[B, Hk, n, Dv]`.
+
+        Returns:
+            Views `[B, Hk, length + n, D]` and `[B, Hk, length + n, Dv]`, whose last n tokens are not
+            written.
+
+        Raises:
+            ValueError: shape, dtype or device do not fit, or the cache has no room for n more tokens.
         """
         expected = (*self.keys.shape[:2], k_hat.shape[2], self.keys.shape[3])
         if k_hat.shape != expected or v.shape != (*expected[:3], self.values.shape[3]):
             raise ValueError(
-                f"the cache takes keys {list(self.keys.shape)} and values {list(self.values.shape)} in "
-                f"pieces along axis 2; got {list(k_hat.shape)} and {list(v.shape)}"
+                f"keys and values must have the shapes of the cache, {list(self.keys.shape)} and "
+                f"{list(self.values.shape)}, except along axis 2; got {list(k_hat.shape)} and "
+                f"{list(v.shape)}"
             )
         if k_hat.dtype != self.keys.dtype or v.dtype != self.values.dtype:
             raise ValueError(
-                f"the cache holds {self.keys.dtype}; got keys in {k_hat.dtype} and values in {v.dtype}"
+                f"the cache holds {self.keys.dtype}; got keys in {k_hat.dtype} and values in {v.dtype}: "
+                "give new_cache or KVCache their dtype"
             )
         if k_hat.device != self.keys.device or v.device != self.values.device:
             raise ValueError(
@@ -70,14 +88,23 @@ class KVCache:
         end = self.length + k_hat.shape[2]
         if end > self.max_length:
             raise ValueError(
-                f"the cache holds {self.max_length} tokens; {self.length} + {k_hat.shape[2]} do not fit"
+                f"the cache holds {self.max_length} tokens; {self.length} + {k_hat.shape[2]} "
+                "do not fit: make it with a larger max_length"
             )
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def append(self, k_hat: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys `[B, Hk, n, D]` and values `[B, Hk, n, Dv]`; return all so far, as views.
+        """Append the keys and values of n tokens, and return those of all tokens.
 
-        Raises ValueError if they do not fit, in which case nothing is written.
+        Args:
+            k_hat: the new keys `[B, Hk, n, D]`, normalised and rotated.
+            v: the new values `[B, Hk, n, Dv]`.
+
+        Returns:
+            Views of all keys `[B, Hk, length, D]` and all values `[B, Hk, length, Dv]`.
+
+        Raises:
+            ValueError: they do not fit. Nothing is written then.
         """
         keys, values = self.room(k_hat, v)
         keys[:, :, self.length :] = k_hat
@@ -87,7 +114,18 @@ class KVCache:
 
     @contextmanager
     def adding(self, k_hat: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """`append`, undone if what follows raises."""
+        """Append like `append`, and take the tokens back if the body of the context raises.
+
+        Args:
+            k_hat: the new keys `[B, Hk, n, D]`, normalised and rotated.
+            v: the new values `[B, Hk, n, Dv]`.
+
+        Yields:
+            Views of all keys and all values, as `append` returns them.
+
+        Raises:
+            ValueError: they do not fit. Nothing is written then.
+        """
         length = self.length
         try:
             yield self.append(k_hat, v)
@@ -96,13 +134,29 @@ class KVCache:
             raise
 
     def crop(self, length: int) -> None:
-        """Forget all but the first `length` tokens (speculative decoding, a shared prompt)."""
+        """Keep only the first `length` tokens, as speculative decoding or a shared prompt needs.
+
+        Args:
+            length: number of tokens to keep.
+
+        Raises:
+            ValueError: length is negative or larger than the number of tokens in the cache.
+        """
         if not 0 <= length <= self.length:
-            raise ValueError(f"crop to 0 ... {self.length} tokens; got {length}")
+            raise ValueError(
+                f"length must be in 0 ... {self.length}, the number of tokens in the cache; got {length}"
+            )
         self.length = length
 
     def reorder(self, rows: Tensor) -> None:
-        """Continue with batch rows `rows [B]`, repeats allowed (beam search)."""
+        """Select and repeat batch entries, as beam search needs.
+
+        Args:
+            rows: integer `[B]`, the batch entry that each new entry continues.
+
+        Raises:
+            ValueError: rows does not have the shape `[B]`.
+        """
         if rows.shape != self.keys.shape[:1]:
             raise ValueError(f"rows must be [{self.keys.shape[0]}]; got {list(rows.shape)}")
         self.keys, self.values = (x.index_select(0, rows) for x in (self.keys, self.values))

@@ -1,8 +1,8 @@
-"""Marks on parameters that optimizers must treat apart.
+"""Marks on gains and sinks, which optimizers must treat differently from other parameters.
 
-Gains and sinks must not decay to zero (a decayed gain flattens attention, squared for q and k) and
-must not be orthogonalised, although a gain `[heads, D]` is two-dimensional. So they are known by a
-mark, never by `ndim` or by name.
+Weight decay must not pull them to zero: a smaller gain flattens attention, and the gains of q and k
+multiply each other. A matrix optimizer must not orthogonalise them, although a gain `[heads, D]` has two
+axes. So gains and sinks carry a mark, and are not recognised by their name or number of axes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,16 @@ SINK = "sink"
 def mark(parameter: Parameter, kind: str, *, offset: float = 0.0) -> Parameter:
     """Mark a parameter as a gain or a sink.
 
-    Sets `qknorm_kind`, `qknorm_offset` (1.0 for a gain stored as 1 + w), and two attributes that
-    other trainers read: `no_weight_decay` and `use_muon` (Megatron-LM).
+    This sets the attributes `qknorm_kind` and `qknorm_offset`, and two that other trainers read:
+    `no_weight_decay = True` and `use_muon = False` (Megatron-LM).
+
+    Args:
+        parameter: the parameter, of any shape.
+        kind: "gain" or "sink".
+        offset: 1.0 for a gain that is stored as w and means 1 + w, else 0.0.
+
+    Returns:
+        The same parameter.
     """
     tags: dict[str, Any] = {
         "qknorm_kind": kind,
@@ -37,10 +45,13 @@ def mark(parameter: Parameter, kind: str, *, offset: float = 0.0) -> Parameter:
 
 
 class MarkedModule(FullPrecision):
-    """A module that declares which of its own parameters are gains or sinks.
+    """A module that declares which of its direct parameters are gains or sinks.
 
-    The declaration lives on the module because copies of a parameter (deepcopy, sharding) lose
-    attributes; `marked_parameters` sets them again.
+    The module keeps the declaration, because copying or sharding a parameter drops the attributes that
+    `mark` sets. `marked_parameters` sets them again.
+
+    Attributes:
+        marked: kind and offset of each marked parameter, by name.
     """
 
     marked: dict[str, tuple[str, float]]
@@ -52,7 +63,14 @@ class MarkedModule(FullPrecision):
     def add_marked(
         self, name: str, parameter: Parameter | None, kind: str, *, offset: float = 0.0
     ) -> None:
-        """Register a marked parameter, or None for one that this configuration does not have."""
+        """Register a parameter and mark it.
+
+        Args:
+            name: name of the parameter in the module.
+            parameter: the parameter, or None if this configuration does not have it.
+            kind: "gain" or "sink".
+            offset: see `mark`.
+        """
         if parameter is not None:
             mark(parameter, kind, offset=offset)
             self.marked[name] = (kind, offset)
@@ -60,7 +78,14 @@ class MarkedModule(FullPrecision):
 
 
 def marked_parameters(model: nn.Module) -> Iterator[tuple[str, Parameter, str, float]]:
-    """Name, parameter, kind and offset of every gain and sink of a model, marks renewed."""
+    """Yield every gain and sink of a model, and set their marks again.
+
+    Args:
+        model: any module.
+
+    Yields:
+        The full name, the parameter, its kind ("gain" or "sink") and its offset, see `mark`.
+    """
     for prefix, module in model.named_modules():
         for name, (kind, offset) in getattr(module, "marked", {}).items():
             parameter = getattr(module, name)

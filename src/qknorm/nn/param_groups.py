@@ -1,4 +1,4 @@
-"""Parameter groups: what decays, and what a matrix optimizer such as Muon may take."""
+"""Parameter groups: which parameters decay, and which a matrix optimizer such as Muon may optimize."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn import Parameter
 
 from qknorm.nn.marks import GAIN, marked_parameters
 
-# What output heads are called, as whole parts of a name.
+# Names of output heads, compared with whole parts of a parameter's name.
 HEADS = frozenset(("head", "heads", "lm_head", "lm_heads", "output", "output_layer", "embed_out"))
-# What embeddings are called that are bare parameters: tables of positions, and PEFT's adapters.
+# Names of embeddings that are bare parameters, such as position tables and the adapters of PEFT.
 EMBEDDINGS = ("wte", "wpe", "tok_emb", "pos_emb", "pos_embed", "lora_embedding_A", "lora_embedding_B")
 
 
@@ -23,30 +23,35 @@ def param_groups(
     gain_decay: float = 0.0,
     no_matrix: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
-    """Parameter groups for AdamW, or for a matrix optimizer such as Muon beside it.
+    """Return parameter groups for AdamW, or for a matrix optimizer such as Muon together with AdamW.
 
-    Groups, each with a `name`, empty ones left out:
-      * `matrix`: weights with two axes outside embeddings and output heads; decayed. The only group
-        that a matrix optimizer may take.
-      * `decay`: other weights with two axes or more; decayed.
-      * `gain`: gains stored as 1 + w, only with `gain_decay > 0`, whose decay pulls them to 1.
-      * `no_decay`: gains, sinks, biases and all that belongs to a norm.
+    There are up to four groups. Each has a `name`, and empty ones are left out:
 
-    An embedding is known by its type, or by one of `EMBEDDINGS` as a whole part of its name; a head
-    that is tied to it by being the same parameter; a head of its own by one of `HEADS` as a whole part
-    of its name, outside of numbered blocks; a norm by a class whose name ends with "Norm". Frozen
-    parameters are left out, shared ones are listed once.
+    * `matrix`: weights with two axes that belong to no embedding and no output head. They decay. This is
+      the only group that a matrix optimizer may optimize.
+    * `decay`: all other weights with two axes or more. They decay.
+    * `gain`: gains stored as 1 + w, if `gain_decay` > 0. Their decay pulls them to 1.
+    * `no_decay`: all other gains, sinks, biases, and the parameters of norms. They do not decay.
+
+    An embedding is recognised by its type, or by one of `EMBEDDINGS` in its name. An output head is
+    recognised by one of `HEADS` in its name before any number; a head that shares its weight with an
+    embedding counts as an embedding. Names are split at the dots, and only whole parts are compared. A
+    norm is recognised by a class whose name ends with "Norm". Frozen parameters are left out, and shared
+    ones are listed once.
 
     Args:
         model: any module, before it is wrapped in `FullyShardedDataParallel`.
-        weight_decay: for `matrix` and `decay`.
-        gain_decay: for gains stored as 1 + w. Undecayed gains can run away at high learning rates.
-        no_matrix: further parts of names, such as "router", that keep a weight out of `matrix`;
-            whole parts, anywhere in a name.
+        weight_decay: weight decay of `matrix` and `decay`.
+        gain_decay: weight decay of gains stored as 1 + w. Without it gains can run away at high learning
+            rates.
+        no_matrix: further parts of names, such as "router", that keep a weight out of `matrix`.
+
+    Returns:
+        A list of dicts with the keys `name`, `params` and `weight_decay`, as `torch.optim` expects them.
 
     Raises:
-        ValueError: `gain_decay` for gains stored as w, which it would pull to zero; or a model whose
-            parameters have lost their shapes.
+        ValueError: `gain_decay` is given but a gain is stored as w, so decay would pull it to zero; or
+            `FullyShardedDataParallel` has flattened the parameters.
     """
     kinds = {id(p): (kind, offset) for _, p, kind, offset in marked_parameters(model)}
     embeddings: set[int] = set()
@@ -55,14 +60,14 @@ def param_groups(
         kind_name = type(module).__name__
         if kind_name == "FullyShardedDataParallel":
             raise ValueError(
-                "FullyShardedDataParallel flattens parameters, and matrices are vectors then: call "
-                "param_groups before wrapping with use_orig_params=True, or use fully_shard"
+                "FullyShardedDataParallel has flattened matrices to vectors: call param_groups before "
+                "wrapping with use_orig_params=True, or use fully_shard"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             embeddings.update(map(id, module.parameters()))
         elif kind_name.endswith("Norm"):
             norms.update(map(id, module.parameters(recurse=False)))
-    apart = frozenset((*no_matrix, *EMBEDDINGS))
+    excluded = frozenset((*no_matrix, *EMBEDDINGS))
     groups: dict[str, list[Parameter]] = {"matrix": [], "decay": [], "gain": [], "no_decay": []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -83,7 +88,7 @@ def param_groups(
             and min(parameter.shape) > 1
             and id(parameter) not in embeddings
             and not _is_head(parts)
-            and apart.isdisjoint(parts)
+            and excluded.isdisjoint(parts)
         ):
             groups["matrix"].append(parameter)
         else:
@@ -97,7 +102,7 @@ def param_groups(
 
 
 def _is_head(parts: list[str]) -> bool:
-    """Whether a name is that of an output head. The `output` of a numbered block (BERT) is none."""
+    """Whether a name belongs to an output head. The `output` of a numbered block (BERT) does not."""
     for part in parts:
         if part.isdigit():
             return False

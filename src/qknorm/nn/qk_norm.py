@@ -1,6 +1,6 @@
-"""QK-norm as a module, in every dialect.
+"""QK-norm as a module, for every dialect.
 
-Shapes: B batch, T tokens, H heads, D head width.
+Shapes: B batch, T tokens, H heads (Hq query heads, Hk key heads), D head width.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from qknorm.spec import NormDialect, Rope
 
 
 class QKNorm(MarkedModule):
-    """RMSNorm of q and k, then (or, in some dialects, after) RoPE. V is not its business.
+    """RMSNorm of q and k, followed by RoPE (or preceded by it, in some dialects). V is not touched.
 
-    A state dict says in `gain_offset` what its gains mean: a gain of w (0), or of 1 + w (1). A state
-    dict whose gains mean something else than those of the module is refused. One without `gain_offset`,
-    such as that of another project, holds gains of w.
+    A state dict states in `gain_offset` what a stored parameter w means: 0 for the gain w, and 1 for the
+    gain 1 + w. Loading raises an error if the state dict and the module differ in this. A state dict
+    without `gain_offset`, such as one of another project, is taken to hold gains w.
 
     Args:
-        num_heads: query heads Hq.
-        num_kv_heads: key heads Hk.
-        head_dim: D.
-        dialect: the variant; the default is a gain per head, `[Hq, D]` and `[Hk, D]`, before RoPE.
-        device: of the gains.
+        num_heads: number of query heads, Hq.
+        num_kv_heads: number of key heads, Hk.
+        head_dim: width of a head, D.
+        dialect: the variant of QK-norm. The default has a gain for each head, `[Hq, D]` and `[Hk, D]`,
+            and comes before RoPE.
+        device: device of the gains.
 
     Attributes:
-        q_gain, k_gain: stored gains, shaped by the dialect, fp32 whatever the model is cast to (fp64
-            after `double()`); None for a dialect without.
-        gain_offset: the dialect's offset as a tensor `[]`.
+        q_gain: the stored gain of q, whose shape the dialect decides; None for a dialect without gains.
+            It is fp32, whatever the model is cast to (fp64 after `double()`).
+        k_gain: the stored gain of k, likewise.
+        gain_offset: the offset of the dialect as a tensor `[]`.
     """
 
     q_gain: Parameter | None
@@ -59,20 +61,20 @@ class QKNorm(MarkedModule):
             empty = None if size is None else torch.empty(size, dtype=torch.float32, device=device)
             gain = None if empty is None else Parameter(empty)
             self.add_marked(f"{which}_gain", gain, GAIN, offset=dialect.offset)
-        # A state dict without gains has nothing to say of them.
+        # Without gains there is no offset to store in a state dict.
         offset = torch.empty((), dtype=torch.float32, device=device)
         self.register_buffer("gain_offset", offset, persistent=dialect.gain != "none")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Back to an effective gain of 1."""
+        """Set all effective gains to 1."""
         for gain in (self.q_gain, self.k_gain):
             if gain is not None:
                 torch.nn.init.constant_(gain, 1.0 - self.dialect.offset)
         torch.nn.init.constant_(self.gain_offset, self.dialect.offset)
 
     def effective_gains(self) -> tuple[Tensor, Tensor]:
-        """What the normalised q and k are multiplied by, `[Hq, D]` and `[Hk, D]`, differentiable."""
+        """Return the factors of the normalised q and k, `[Hq, D]` and `[Hk, D]`, differentiable."""
         return self._effective("q"), self._effective("k")
 
     def _effective(self, which: str) -> Tensor:
@@ -86,23 +88,43 @@ class QKNorm(MarkedModule):
     def forward(
         self, q: Tensor | None = None, k: Tensor | None = None, rope: Rope | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Normalise and rotate q `[B, Hq, T, D]` and k `[B, Hk, T, D]`; fp32, rounded once.
+        """Normalise and rotate q and k, or return the effective gains if q and k are None.
 
-        Without q and k the effective gains: where a wrapper shards parameters, they are whole only while
-        this runs.
+        The gains are available this way because a wrapper that shards parameters, such as FSDP, gathers
+        them only while `forward` runs.
 
-        Raises ValueError if the shapes, or eps for this dtype, do not fit.
+        Args:
+            q: `[B, Hq, Tq, D]`; fp16, bf16, fp32 or fp64.
+            k: `[B, Hk, Tk, D]` in q's dtype.
+            rope: the rotary table of all Tk tokens, or None. The queries are the last Tq tokens.
+
+        Returns:
+            q_hat `[B, Hq, Tq, D]` and k_hat `[B, Hk, Tk, D]`, computed in fp32 (fp64 for fp64 input) and
+            rounded once to the dtype of q and k. Without q and k, copies of the effective gains
+            `[Hq, D]` and `[Hk, D]`.
+
+        Raises:
+            ValueError: the shapes do not fit, or eps is too small for the dtype.
         """
         q_gain, k_gain = self.effective_gains()
         if q is None or k is None:
-            # Copies, since the wrapper frees the parameters when this returns.
+            # The wrapper frees the parameters when this returns, so the caller gets copies.
             return q_gain.clone(), k_gain.clone()
         checks.check_qk(q, k, q_gain, k_gain, self.dialect.eps, rope)
         q_rope = None if rope is None else rope.last(q.shape[2])
         return self.normalize(q, q_gain, q_rope), self.normalize(k, k_gain, rope)
 
     def normalize(self, x: Tensor, gain: Tensor, rope: Rope | None = None) -> Tensor:
-        """q or k alone, `[B, H, T, D]`, with its gain and a table of T positions; unchecked."""
+        """Normalise and rotate q or k alone, without checking the arguments.
+
+        Args:
+            x: q or k, `[B, H, T, D]`.
+            gain: its effective gain `[H, D]`.
+            rope: the rotary table of its T tokens, or None.
+
+        Returns:
+            `[B, H, T, D]` in the dtype of x.
+        """
         dialect = self.dialect
         with torch.autocast(x.device.type, enabled=False):
             wide = x.to(spec.compute_dtype(x.dtype))
@@ -129,23 +151,23 @@ class QKNorm(MarkedModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        key, own = f"{prefix}gain_offset", self.dialect.offset
+        key, offset = f"{prefix}gain_offset", self.dialect.offset
         gain = next((state_dict[prefix + n] for n in self.marked if prefix + n in state_dict), None)
         mark = state_dict.get(key)
-        # Compared with the dialect, not with the buffer: a distributed checkpoint is read into the
-        # module's own tensors before this is called.
+        # The offset is compared with the dialect and not with the buffer, because a distributed
+        # checkpoint has been read into the buffers of the module before this is called.
         if isinstance(gain, Tensor) and not (isinstance(mark, Tensor) and mark.is_meta):
             found = 0.0 if mark is None else float(mark)
-            if found != own:
-                says = (
+            if found != offset:
+                reason = (
                     f"the state dict has no {key}, so that its gains mean w"
                     if mark is None
                     else f"{key} of the state dict says that its gains mean {_meaning(found)}"
                 )
                 error_msgs.append(
-                    f"{says}, but this module's mean {_meaning(own)}: build it with "
-                    f"NormDialect(offset={found:g}), or bring the gains of the state dict into the form "
-                    f"{_meaning(own)} and set its {key} to torch.tensor({own})."
+                    f"{reason}, but those of this module mean {_meaning(offset)}: build the module with "
+                    f"NormDialect(offset={found:g}), or convert the gains of the state dict to the form "
+                    f"{_meaning(offset)} and set its {key} to torch.tensor({offset})."
                 )
                 return
             if mark is None:
@@ -155,7 +177,7 @@ class QKNorm(MarkedModule):
         )
 
     def extra_repr(self) -> str:
-        """Heads, width and dialect."""
+        """Return heads, width and dialect, for `print`."""
         return f"q={self.heads['q']}, k={self.heads['k']}, head_dim={self.head_dim}, {self.dialect}"
 
 

@@ -1,4 +1,4 @@
-"""Rotary tables: plain, partial, and stretched to longer contexts."""
+"""Rotary embeddings: plain, partial, and scaled to longer contexts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ from qknorm.spec import HALF_PRECISION, Rope, RopeLayout
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How frequencies are stretched for contexts beyond the trained one.
+    """How the frequencies of RoPE change for contexts that are longer than the one of training.
 
     Attributes:
-        kind: "linear" (positions divided by `factor`), "ntk" (base raised so that the lowest
-            frequency is divided by `factor`), "yarn" (Peng et al. 2023, arXiv 2309.00071),
-            "llama3" (by wavelength, as Llama 3.1).
-        factor: stretch, >= 1.
-        original_length: tokens of the original context; needed by yarn and llama3.
-        beta_fast, beta_slow: yarn: turns over the original context above which a frequency is kept
-            and below which it is divided.
-        low_freq_factor, high_freq_factor: llama3: the same two borders, as turns.
-        attention_factor: multiplies cos and sin; None for 0.1 ln(factor) + 1 with yarn, else 1.
+        kind: "linear" divides all positions by `factor`. "ntk" raises the base so that the lowest
+            frequency is divided by `factor`. "yarn" is that of Peng et al. 2023 (arXiv 2309.00071).
+            "llama3" scales frequencies by wavelength, as Llama 3.1 does.
+        factor: the factor by which the context grows, at least 1.
+        original_length: number of tokens of the original context; needed for yarn and llama3.
+        beta_fast: for yarn. A frequency with more turns than this over the original context is kept.
+        beta_slow: for yarn. A frequency with fewer turns than this is divided by `factor`. Frequencies
+            between the two borders are partly kept.
+        low_freq_factor: for llama3, the lower border in turns, like `beta_slow`.
+        high_freq_factor: for llama3, the upper border in turns, like `beta_fast`.
+        attention_factor: a factor of cos and sin. None means 0.1 ln(factor) + 1 for yarn, else 1.
+
+    Raises:
+        ValueError: a value is out of its range, or `original_length` is missing.
     """
 
     kind: Literal["linear", "ntk", "yarn", "llama3"]
@@ -50,7 +55,7 @@ class RopeScaling:
             return
         if self.original_length is None or self.original_length < 1:
             raise ValueError(
-                f"{self.kind} needs original_length, the tokens of the first context; got "
+                f"{self.kind} needs original_length, the number of tokens of the original context; got "
                 f"{self.original_length}"
             )
         low, high = (
@@ -66,20 +71,23 @@ class RopeScaling:
 
 
 class RotaryEmbedding(FullPrecision):
-    """Makes `Rope` tables for any positions.
+    """A module that makes `Rope` tables for any positions.
 
     Args:
-        rotary_dim: R, the number of entries that are rotated; even. There is no default: pass the
-            head width for full rotation.
-        layout: "half" or "interleaved".
-        base: of the geometric series of frequencies.
-        scaling: stretch for longer contexts.
-        device: of the tables.
+        rotary_dim: the number R of entries of a head that are rotated, even. Pass the head width D to
+            rotate them all; there is no default.
+        layout: "half" or "interleaved", see `Rope`.
+        base: base of the geometric series of frequencies, above 1.
+        scaling: how the frequencies change for longer contexts; None for no change.
+        device: device of the tables.
 
     Attributes:
-        inverse_frequency: radians per token of each pair, `[R/2]`, fp32 whatever the model is cast to;
-            derived from the configuration, so no part of a state dict.
-        amplitude: what cos and sin are multiplied by.
+        inverse_frequency: `[R/2]`, the angle per token of each pair in radians. It is fp32, whatever the
+            model is cast to. State dicts do not contain it, since it follows from the arguments.
+        amplitude: the factor of cos and sin.
+
+    Raises:
+        ValueError: R is odd or below 2, the layout is unknown, or the base is not above 1.
     """
 
     inverse_frequency: Tensor
@@ -96,7 +104,7 @@ class RotaryEmbedding(FullPrecision):
         super().__init__()
         if rotary_dim < 2 or rotary_dim % 2:
             raise ValueError(
-                f"rotary_dim must be even and at least 2, since RoPE turns pairs; got {rotary_dim}"
+                f"rotary_dim must be even and at least 2, since RoPE rotates pairs; got {rotary_dim}"
             )
         if layout not in ("half", "interleaved"):
             raise ValueError(f"layout must be half or interleaved; got {layout!r}")
@@ -113,17 +121,29 @@ class RotaryEmbedding(FullPrecision):
             self.amplitude = scaling.attention_factor
 
     def reset_parameters(self) -> None:
-        """The frequencies, computed anew."""
+        """Compute the frequencies again."""
         exact = frequencies(self.rotary_dim, self.base, self.scaling)
         self.inverse_frequency = exact.to(self.inverse_frequency)
 
     def forward(self, positions: Tensor | int, *, start: int = 0) -> Rope:
-        """The table for positions `[T]` or `[B, T]`, or for `start ... start + n - 1` given a count n.
+        """Return the rotary table of the given positions.
 
-        Computed in fp32; casting the module to half precision does not round the angles.
+        The angles are computed in fp32. Casting the module to half precision does not round them.
+
+        Args:
+            positions: integer or floating point `[T]` or `[B, T]`; or a number n of tokens, which stands
+                for the positions `start ... start + n - 1`.
+            start: the first position if `positions` is a number.
+
+        Returns:
+            A `Rope` with cos and sin `[T, R/2]` or `[B, T, R/2]` in fp32.
+
+        Raises:
+            ValueError: positions have another number of axes.
         """
         frequency = self.inverse_frequency
-        if frequency.dtype in HALF_PRECISION:  # FSDP1 casts buffers without asking the module
+        if frequency.dtype in HALF_PRECISION:
+            # FullyShardedDataParallel casts buffers without calling `_apply`.
             frequency = frequencies(self.rotary_dim, self.base, self.scaling).to(frequency.device)
         if isinstance(positions, int):
             positions = torch.arange(start, start + positions, device=frequency.device)
@@ -136,18 +156,24 @@ class RotaryEmbedding(FullPrecision):
         return Rope(angle.cos() * self.amplitude, angle.sin() * self.amplitude, self.layout)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        """After `to_empty` no state dict would bring the frequencies back."""
+        """Apply `fn`, then compute the frequencies again, since `to_empty` leaves them unset.
+
+        No state dict could bring them back.
+        """
         super()._apply(fn, recurse)
         self.reset_parameters()
         return self
 
     def extra_repr(self) -> str:
-        """Width, layout, base and scaling."""
+        """Return width, layout, base and scaling, for `print`."""
         return f"{self.rotary_dim}, layout={self.layout!r}, base={self.base}, scaling={self.scaling}"
 
 
 def frequencies(rotary_dim: int, base: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians per token of each pair, `[R/2]`, fp32, on the CPU: not every device has fp64."""
+    """Return the angle per token of each pair in radians, fp32 `[R/2]` on the CPU.
+
+    The computation is in fp64 on the CPU, because some devices do not support fp64.
+    """
     R = rotary_dim
     exponent = torch.arange(0, R, 2, dtype=torch.float64, device="cpu") / R
     plain = base**-exponent
@@ -157,7 +183,8 @@ def frequencies(rotary_dim: int, base: float, scaling: RopeScaling | None) -> Te
     if scaling.kind == "linear":
         return (plain / factor).float()
     if scaling.kind == "ntk":
-        # The first frequency stays 1, the last is divided by factor exactly (R = 2 has only the first).
+        # The first frequency stays 1, and the last is divided by exactly `factor`. R = 2 has only the
+        # first.
         stretched = base * factor ** (R / max(R - 2, 1))
         return (stretched**-exponent).float()
     assert scaling.original_length is not None
@@ -171,8 +198,11 @@ def frequencies(rotary_dim: int, base: float, scaling: RopeScaling | None) -> Te
 
 
 def _yarn_keep(scaling: RopeScaling, R: int, base: float) -> Tensor:
-    """Share of each frequency that is kept: a ramp over the index of the pair, its ends rounded
-    outwards to whole indices as in the authors' code."""
+    """Return the share of each frequency that YaRN keeps, `[R/2]` from 0 to 1.
+
+    It falls linearly with the index of the pair. Both ends of the ramp are rounded outwards to whole
+    indices, as in the code of the authors.
+    """
     length = scaling.original_length
     assert length is not None
 

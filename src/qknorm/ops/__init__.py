@@ -1,4 +1,4 @@
-"""Pure functions on tensors: attention, its norm, its statistics, its bound."""
+"""Pure functions on tensors: attention, QK-norm with RoPE, logit statistics and the logit bound."""
 
 from qknorm.ops.attention import attention
 from qknorm.ops.bound import logit_bound

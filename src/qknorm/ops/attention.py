@@ -1,4 +1,4 @@
-"""The operator."""
+"""The operator: `qknorm.attention` checks a call, chooses a backend and runs it."""
 
 from __future__ import annotations
 
@@ -86,34 +86,40 @@ def attention(
     stats: StatsRequest = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Stats]:
-    """QK-Norm attention: norm per head, RoPE, masked softmax with a sink, and its statistics.
+    """Compute QK-Norm attention and, on request, its statistics.
 
-    `softmax(scale * q_hat k_hat^T) v` with `x_hat = RoPE(RMSNorm(x) * gain)`; norm and RoPE in fp32,
-    one rounding to q's dtype, logits accumulated in fp32. V is never normalised. Exact gradients
-    for q, k, v, both gains and the sink. Under autocast q, k and v are cast like those of
-    `F.scaled_dot_product_attention`.
+    q and k are normalised per head and then rotated, `x_hat = RoPE(RMSNorm(x) * gain)`, in fp32 (fp64
+    for fp64 input), and rounded once to their dtype. v is never normalised. The output is
+    `softmax(scale * q_hat k_hat^T) v` over the visible keys, with logits accumulated in fp32. The
+    gradients of q, k, v, both gains and the sink are exact. Autocast casts q, k and v as it casts those
+    of `F.scaled_dot_product_attention`.
 
     Args:
         q: `[B, Hq, Tq, D]`, any strides; fp16, bf16, fp32 or fp64.
-        k: `[B, Hk, Tk, D]`; Hq is a multiple of Hk.
-        v: `[B, Hk, Tk, Dv]`.
-        q_gain: `[Hq, D]`; None leaves q without a norm.
-        k_gain: `[Hk, D]`; None leaves k without a norm.
-        eps: added to the mean of squares; at least 1e-6 in half precision.
-        rope: rotations for all Tk tokens, applied after the norm; queries are the last Tq tokens.
-        mask: visible pairs, see `Mask`. A row that sees no key gives 0 (the value of a sink token).
-        sink: None, "off_by_one" (a logit of 0), a logit per query head `[Hq]`, a `SinkToken` or a
-            `RowSink`; added once to the denominator, not scaled.
-        scale: of the logits; 1/sqrt(D) if None.
-        stats: also return `Stats`; "rows" keeps the values of each row. Changes no output bit.
-        backend: "auto" or a name from `qknorm env`.
+        k: `[B, Hk, Tk, D]` in q's dtype; Hq is a multiple of Hk.
+        v: `[B, Hk, Tk, Dv]` in q's dtype.
+        q_gain: `[Hq, D]`, floating point; None leaves q without a norm.
+        k_gain: `[Hk, D]`, floating point; None leaves k without a norm.
+        eps: added to the mean of squares; positive, and at least 1e-6 for half-precision input.
+        rope: the rotary table of all Tk tokens, applied after the norm. The queries are the last Tq
+            tokens.
+        mask: which pairs are visible, see `Mask`. A row that sees no key has the output 0, or the value
+            of the sink if the sink has one.
+        sink: None; "off_by_one", a logit of 0; a tensor `[Hq]` with a logit per query head; a
+            `SinkToken`; or a `RowSink`. The sink joins the softmax denominator once and is not scaled,
+            except that the logit of a `SinkToken` is a scaled product like any other.
+        scale: factor of the logits; 1/sqrt(D) if None.
+        stats: True also returns `Stats` per head; "rows" keeps the values of each row in them as well.
+            The output has the same bits with and without statistics.
+        backend: "auto", or one of the names that `qknorm env` prints.
 
     Returns:
-        out `[B, Hq, Tq, Dv]` in q's dtype; with `stats`, `(out, Stats)`.
+        out `[B, Hq, Tq, Dv]` in q's dtype (autocast's dtype under autocast). With `stats`, the pair
+        `(out, Stats)`.
 
     Raises:
-        ValueError: the arguments do not fit together.
-        UnsupportedError: the named backend cannot serve the call.
+        ValueError: the arguments do not fit together; the message says which.
+        UnsupportedError: the backend that was named does not support the call.
 
     Source: Henry et al. 2020 (arXiv 2010.04245); Dehghani et al. 2023 (arXiv 2302.05442), sec. 2.
     """
@@ -134,9 +140,11 @@ def attention(
 
 
 def prepare(call: Call, backend: str) -> Callable[[], Tensor | tuple[Tensor, Stats]]:
-    """A call, checked and with its backend chosen, to be made later: all refusals happen here.
+    """Check a call, choose its backend, and return a function that runs it.
 
-    The entries of k and v are read when it is made, unless autocast casts k and v here.
+    Every error about the arguments is raised here, so a caller can act between the check and the run.
+    The returned function reads the entries of k and v when it is called, unless autocast has cast them
+    here.
     """
     check_request(call.stats)
     device = call.q.device.type

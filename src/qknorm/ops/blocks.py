@@ -1,4 +1,4 @@
-"""Which blocks of the T x T square a mask can leave out, so that every backend skips the same ones."""
+"""Which keys a block of queries can see, so that backends can skip the blocks that a mask hides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qknorm.spec import Mask
 
 
 class Span(NamedTuple):
-    """Queries `[q_lo, q_hi)` and the smallest range of keys `[k_lo, k_hi)` that they may see."""
+    """Queries `[q_lo, q_hi)` and the smallest known range of keys `[k_lo, k_hi)` that they may see."""
 
     q_lo: int
     q_hi: int
@@ -20,9 +20,10 @@ class Span(NamedTuple):
 
 
 def spans(mask: Mask, Tq: int, Tk: int, rows: int) -> Iterator[Span]:
-    """Cut the queries into blocks of `rows`, each with its keys; blocks that see nothing have none.
+    """Yield blocks of `rows` queries, each with the keys that it may see.
 
-    Documents narrow the range only where reading them costs no device synchronisation (CPU).
+    A block that sees no key has an empty range of keys. Documents narrow the range only on the CPU,
+    because reading them on another device would wait for it.
     """
     for q_lo in range(0, Tq, rows):
         q_hi = min(q_lo + rows, Tq)
@@ -42,11 +43,11 @@ def spans(mask: Mask, Tq: int, Tk: int, rows: int) -> Iterator[Span]:
 def _document_range(
     documents_BT: Tensor, first: int, last: int, k_lo: int, k_hi: int
 ) -> tuple[int, int]:
-    """The range of keys whose id occurs among the block's queries, in any row of the batch."""
+    """Return the range of keys that lie in a document of the block's queries, in any batch entry."""
     own = documents_BT[:, first : last + 1]
     lowest, highest = own.amin(1, keepdim=True), own.amax(1, keepdim=True)
     keys = documents_BT[:, k_lo:k_hi]
-    # Ids between the block's lowest and highest may be foreign; the mask itself hides those.
+    # An id between the lowest and the highest need not occur in the block. The mask hides such keys.
     near = ((keys >= lowest.clamp(min=0)) & (keys <= highest)).any(0).nonzero()
     if near.numel() == 0:
         return k_lo, k_lo
@@ -54,7 +55,7 @@ def _document_range(
 
 
 def hides_within(mask: Mask, Tq: int, Tk: int, span: Span) -> bool:
-    """Whether the mask hides any pair inside the span, from what is known without reading tensors."""
+    """Whether the mask may hide a pair inside the span. No tensor is read to find out."""
     if mask.documents is not None or mask.key_padding is not None:
         return True
     first, last = span.q_lo + Tk - Tq, span.q_hi - 1 + Tk - Tq

@@ -1,7 +1,8 @@
-"""How large a logit can become, from the gains alone.
+"""The largest logit that the gains of QK-norm allow.
 
-After the norm |x_hat_d| = g_d u_d with |u|^2 <= D, so a head's logits are at most
-scale * D * (largest singular value of diag(g_q) R diag(g_k)), where R rotates pairs of entries.
+Before the gain a normalised vector u has |u|^2 <= D. A logit is scale * u_q^T diag(g_q) R diag(g_k) u_k,
+where R rotates pairs of entries, so it is at most scale * D times the largest singular value of
+diag(g_q) R diag(g_k).
 """
 
 from __future__ import annotations
@@ -11,24 +12,26 @@ from torch import Tensor
 
 from qknorm.spec import Rope, RopeLayout, compute_dtype
 
-# q_hat, k_hat and the stored gain are each rounded once; half an ulp is 2^-9 in bf16, 2^-12 in fp16.
+# Factors for rounding to half precision. Three roundings can enlarge a logit: those of q_hat, of k_hat
+# and of a stored gain. Half an ulp is at most 2^-8 of the value in bf16 and 2^-11 in fp16.
 ROUNDING = {torch.bfloat16: (1 + 2.0**-8) ** 3, torch.float16: (1 + 2.0**-11) ** 3}
 
 
 def arithmetic_rounding(D: int, dtype: torch.dtype) -> float:
-    """How far the arithmetic of one logit may carry it past the bound, as a factor above 1.
+    """Return the factor above 1 by which the arithmetic of one logit may carry it past the bound.
 
-    The dot product and the two sums of squares under their square roots err by at most 2 D roundoffs
-    where they add one term after the other. Every backend adds at least eight chains side by side,
-    which leaves D / 4; measured over all backends it is at most D / 5, for equal entries and gains.
-    D roundoffs are allowed for, and 6 more for the steps whose number does not depend on D.
+    The dot product and the two sums of squares under square roots err by at most 2 D roundoffs together
+    if they add their terms one after the other. Every backend adds at least eight partial sums in
+    parallel, which leaves D / 4 roundoffs. The largest error measured over all backends was D / 5, for
+    equal entries and gains. The factor allows D roundoffs, and 6 more for the steps whose number does
+    not depend on D.
     """
     roundoff = torch.finfo(compute_dtype(dtype)).eps / 2
     return 1 + (D + 6) * roundoff
 
 
 def pair_indices(R: int, layout: RopeLayout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Indices `[R/2]` of the first and the second entry of each rotated pair."""
+    """Return the indices of the first and of the second entry of each rotated pair, `[R/2]` each."""
     entries = torch.arange(R, device=device)
     if layout == "half":
         return entries[: R // 2], entries[R // 2 :]
@@ -45,28 +48,34 @@ def logit_bound(
     layout: RopeLayout | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The largest |logit| that QK-norm with these gains allows, per query head, from weights alone.
+    """Return the largest absolute logit that QK-norm with these gains allows, per query head.
 
-    Without `rope` and `rotary_dim` nothing is known of the rotation, and the bound
-    `scale * D * max|g_q| * max|g_k|` holds for any. With `rotary_dim` and `layout` the maximum is
-    taken inside each rotated pair; `rotary_dim=0` says that nothing is rotated. With `rope` it is
-    the exact supremum over all pairs of positions in the table.
+    The bound follows from the weights alone and holds for every input. How tight it is depends on what
+    the caller knows about RoPE:
+
+    * With neither `rope` nor `rotary_dim` it holds for any rotation: `scale * D * max|g_q| * max|g_k|`.
+    * With `rotary_dim` and `layout` the maxima are taken within each rotated pair. `rotary_dim=0` states
+      that nothing is rotated.
+    * With `rope` it is the exact supremum over all pairs of positions in the table.
 
     Args:
-        q_gain: `[Hq, D]`, effective gain (for a stored `1 + w`, pass `1 + w`).
-        k_gain: `[Hk, D]`.
-        scale: of the logits; 1/sqrt(D) if None.
-        rope: the table of rotations.
-        rotary_dim: R, 0 <= R <= D, if no table is given; its rotations do not stretch.
-        layout: pairing of the entries, needed with `rotary_dim` > 0.
-        dtype: what q and k are rounded to; fp32 if None, fp64 for fp64 gains. The bound covers this
-            rounding and that of the arithmetic.
+        q_gain: `[Hq, D]`, the effective gain. For a gain that is stored as w but means 1 + w, pass 1 +
+            w.
+        k_gain: `[Hk, D]`, likewise; Hq is a multiple of Hk.
+        scale: factor of the logits; 1/sqrt(D) if None.
+        rope: the rotary table that is in use.
+        rotary_dim: the even rotary width R, 0 <= R <= D, if no table is given. The rotations are then
+            taken to keep lengths, which those of YaRN do not.
+        layout: the layout of the rotated pairs, needed with `rotary_dim` > 0.
+        dtype: the dtype that q and k are rounded to; fp32 if None (fp64 for fp64 gains). The bound
+            covers this rounding and the rounding of the arithmetic.
 
     Returns:
-        `[Hq]`, fp32 (fp64 for fp64 gains).
+        `[Hq]`, fp32 (fp64 for fp64 gains), without a gradient.
 
     Raises:
-        ValueError: gains, table or widths do not fit.
+        ValueError: the gains do not fit each other, or the rotary width does not fit D or comes without
+            a layout.
     """
     shapes = tuple(q_gain.shape), tuple(k_gain.shape)
     if not all(len(s) == 2 and min(s) > 0 for s in shapes) or (
@@ -107,12 +116,13 @@ def logit_bound(
 
 
 def _pair_supremum(a1: Tensor, a2: Tensor, b1: Tensor, b2: Tensor, rope: Rope) -> Tensor:
-    """`[Hq, R/2]`: max over relative angles of the top singular value of diag(a) R(x) diag(b).
+    """Return the largest singular value of each rotated pair over all positions, `[Hq, R/2]`.
 
-    Its square is (F + sqrt(F^2 - 4 det^2)) / 2 with det = a1 a2 b1 b2 and the squared Frobenius norm
-    F = cos^2(x) (a1^2 b1^2 + a2^2 b2^2) + sin^2(x) (a1^2 b2^2 + a2^2 b1^2): it grows with F, which
-    is linear in cos^2(x), so only the extremes of cos^2 over the table matter. cos^2 = 1 occurs
-    (a token and itself). Where the table also stretches (YaRN), both sides are stretched.
+    The matrix is diag(a) R(x) diag(b), where x is the angle between two positions. The square of its
+    largest singular value is (F + sqrt(F^2 - 4 det^2)) / 2, with det = a1 a2 b1 b2 and the squared
+    Frobenius norm F = cos^2(x) (a1^2 b1^2 + a2^2 b2^2) + sin^2(x) (a1^2 b2^2 + a2^2 b1^2). It grows with
+    F, and F is linear in cos^2(x), so only the smallest and the largest cos^2 in the table matter. The
+    largest is 1, since a token meets itself. A table that also stretches (YaRN) stretches both q and k.
     """
     stretch = (rope.cos.double().square() + rope.sin.double().square()).flatten(0, -2).amax(0)
     lowest = _lowest_cos_square(rope).to(a1.dtype)
@@ -125,10 +135,10 @@ def _pair_supremum(a1: Tensor, a2: Tensor, b1: Tensor, b2: Tensor, rope: Rope) -
 
 
 def _lowest_cos_square(rope: Rope) -> Tensor:
-    """`[R/2]`: min of cos^2(angle_i - angle_j) over the positions i, j of the table.
+    """Return the minimum of cos^2(angle_i - angle_j) over all positions i and j of the table, `[R/2]`.
 
-    cos^2 has period pi and falls to 0 at pi/2, so for each angle the best partners are the two
-    sorted neighbours of angle + pi/2 modulo pi.
+    cos^2 has the period pi and its zero at pi/2. So the partner of an angle that gives the minimum is
+    one of the two neighbours of angle + pi/2 (modulo pi) in the sorted list of all angles.
     """
     angle = torch.atan2(rope.sin.double(), rope.cos.double()).remainder(torch.pi)
     if angle.dim() == 2:

@@ -1,9 +1,9 @@
-"""The statistics alone, streamed over blocks of scores, for any attention kernel.
+"""Statistics of the logits without the attention itself, for an attention that another kernel computes.
 
-Registered as `qknorm::logit_stats`, so that a compiled graph sees one opaque node, and so that a device
-can have a kernel of its own for it.
+The computation is an operator of torch, `qknorm::logit_stats`. A compiled graph sees it as one opaque
+node, and a device can register its own kernel for it, as the Triton backend does for CUDA.
 
-Shapes: B batch, Tq / Tk tokens, Hq / Hk heads, D head width.
+Shapes: B batch, Tq / Tk query / key tokens, Hq / Hk query / key heads, D head width.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from qknorm.spec import Mask, Rope, Sink
 
 
 class MaskView:
-    """What a `Mask` shows, as `online_softmax.View`.
+    """A `Mask` as the `View` that `online_softmax.stream_rows` takes.
 
     Args:
-        tokens: int64 `[Tq]`, ascending, those of the queries where they are a sample; else the queries
-            are the last Tq tokens.
+        mask: which pairs are visible.
+        B: batch size.
+        Tq: number of queries.
+        Tk: number of keys.
+        tokens: int64 `[Tq]`, ascending, the token of each query if the queries are a sample. With None
+            the queries are the last Tq tokens.
     """
 
     heads = 1
@@ -38,7 +42,11 @@ class MaskView:
         self.batch = 1 if mask.documents is None and mask.key_padding is None else B
 
     def spans(self, rows: int) -> Iterator[Span]:
-        """Where the tokens of a sample lie is not asked: it would wait for the device."""
+        """Yield blocks of at most `rows` queries, each with the range of keys that it may see.
+
+        For a sample of queries the range is all keys, since reading the tokens would wait for the
+        device.
+        """
         if self.tokens is None:
             yield from spans(self.mask, self.Tq, self.Tk, rows)
             return
@@ -46,7 +54,7 @@ class MaskView:
             yield Span(q_lo, min(q_lo + rows, self.Tq), 0, self.Tk)
 
     def logits(self, s: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
-        """The products themselves, -inf where hidden."""
+        """Return the logits, which are the products with -inf at hidden pairs, and the visible pairs."""
         keys = (span.k_lo, span.k_hi)
         if self.tokens is not None:
             visible = self.mask.visible_to(self.tokens[span.q_lo : span.q_hi], self.Tk, keys)
@@ -68,8 +76,23 @@ def rows_by_stream(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """The operator in tensor code: row maximum, ln(sum exp(s - maximum)), entropy and logit of the first
-    visible key `[B, Hq, Tq]`; how many keys are visible, and which is the first, `[1 or B, Tq]`."""
+    """Compute the operator `qknorm::logit_stats` in tensor code.
+
+    Args:
+        q: `[B, Hq, Tq, D]`, normalised and rotated.
+        k: `[B, Hk, Tk, D]`, normalised and rotated.
+        tokens: int64 `[Tq]`, the tokens of the queries if they are a sample, else None.
+        documents: `[B, Tk]`, see `Mask`.
+        key_padding: `[B, Tk]`, see `Mask`.
+        causal: see `Mask`.
+        window: see `Mask`.
+        scale: factor of the products.
+
+    Returns:
+        Four tensors `[B, Hq, Tq]`: the largest logit of each row, ln(sum exp(logit - largest)), the
+        entropy in nats, and the logit of the first visible key. Two int64 tensors `[1 or B, Tq]`: the
+        number of visible keys, and the index of the first.
+    """
     mask = Mask(causal, window, documents, key_padding)
     view = MaskView(mask, q.shape[0], q.shape[2], k.shape[2], tokens)
     found = stream_rows(q, k, view, scale)
@@ -108,9 +131,15 @@ def rows_of(
     sink_logit: Tensor | None,
     sample: Tensor | None = None,
 ) -> Rows:
-    """Rows of q and k as the attention kernel sees them: normalised, rotated and rounded.
+    """Return the values of each row, given q and k as the attention kernel multiplies them.
 
-    `sink_logit` broadcasts to `[B, Hq, Tq]`; `sample` holds the queries that are looked at, ascending.
+    Args:
+        q_hat: `[B, Hq, Tq, D]`, normalised, rotated and rounded.
+        k_hat: `[B, Hk, Tk, D]`, likewise.
+        mask: which pairs are visible.
+        scale: factor of the products.
+        sink_logit: broadcasts to `[B, Hq, Tq]`, or None without a sink.
+        sample: int64, ascending, the indices of the queries to look at; None for all.
     """
     Tq, Tk = q_hat.shape[2], k_hat.shape[2]
     is_real = mask.real_queries(Tq, Tk, q_hat.device)
@@ -155,24 +184,31 @@ def logit_stats(
     stats: StatsRequest = True,
     sample: int | None = None,
 ) -> Stats:
-    """Exact statistics of an attention that runs elsewhere: max logit, entropy, sink mass.
+    """Return exact statistics of an attention that another kernel computes.
 
-    Takes no gradient and holds no T x T buffer. Arguments are those of `qknorm.attention`; pass q
-    and k before the norm with their gains, or after it without. They are taken as they are, also under
-    autocast: cast them first if the attention that runs elsewhere casts them.
+    The statistics are max logit, entropy and sink mass. They carry no gradient, and no buffer of size T
+    x T is made. Pass q and k before the norm together with their gains, or after the norm without gains.
+    Autocast does not change q and k here; if it casts them for the attention, pass them cast.
 
     Args:
-        q: `[B, Hq, Tq, D]`.
-        k: `[B, Hk, Tk, D]`.
-        stats: True, or "rows" to keep the values of each row.
-        sample: look at this many queries only, evenly spaced, the last one among them; None for all.
-            The maximum is then that of the sample.
+        q: `[B, Hq, Tq, D]`, any strides; fp16, bf16, fp32 or fp64.
+        k: `[B, Hk, Tk, D]` in q's dtype; Hq is a multiple of Hk.
+        q_gain: `[Hq, D]`; None if q has no norm or is normalised already.
+        k_gain: `[Hk, D]`; None if k has no norm or is normalised already.
+        eps: added to the mean of squares; positive, and at least 1e-6 for half-precision input.
+        rope: the rotary table of all Tk tokens; None if there is none or q and k are rotated already.
+        mask: which pairs are visible, see `Mask`.
+        sink: as in `qknorm.attention`.
+        scale: factor of the logits; 1/sqrt(D) if None.
+        stats: "rows" keeps the values of each row in the result; True keeps those of the heads only.
+        sample: the number of queries to look at, evenly spaced and with the last one among them; None
+            for all. All statistics are then those of the sample.
 
     Returns:
-        `Stats`, each value fp32 `[Hq]` (fp64 for fp64 input).
+        `Stats` with values `[Hq]` in fp32 (fp64 for fp64 input).
 
     Raises:
-        ValueError: the arguments do not fit together.
+        ValueError: the arguments do not fit together; the message says which.
     """
     check_request(stats)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
@@ -188,7 +224,7 @@ def logit_stats(
 
 
 def sampled_queries(Tq: int, sample: int, device: torch.device) -> Tensor | None:
-    """Evenly spaced queries, the last among them; None if that is all of them."""
+    """Return the indices of evenly spaced queries, ascending, with the last one; None for all."""
     if sample < 1:
         raise ValueError(f"sample must be at least 1 query; got {sample}. Use sample=None for all.")
     if sample >= Tq:

@@ -1,6 +1,6 @@
-"""RMSNorm of q and k, and RoPE, in fp32 with one rounding at the end.
+"""RMSNorm of q and k, and RoPE, in fp32 (fp64 for fp64 input) with one rounding at the end.
 
-x [B, H, T, D]; gain [H, D] (or any shape that broadcasts with [H, 1, D] once `[:, None]` is applied).
+Shapes: B batch, H heads, T tokens, D head width, R rotary width; x is [B, H, T, D] and its gain [H, D].
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ def rms_normalize(
     statistic: Statistic = "head",
     eps_place: EpsPlace = "mean",
 ) -> Tensor:
-    """RMSNorm (Zhang & Sennrich 2019, eq. 4) in x's own dtype; callers bring fp32 or fp64.
+    """Compute RMSNorm (Zhang & Sennrich 2019, eq. 4) in the dtype of x, which should be fp32 or fp64.
 
-    `x / sqrt(mean(x^2) + eps) * gain`, the mean over D ("head") or over H and D ("full"). At x = 0 the
-    gradient is gain / sqrt(eps), or gain / eps where eps stands outside of the root.
+    The result is `x / sqrt(mean(x^2) + eps) * gain`. At x = 0 its derivative is finite: gain /
+    sqrt(eps), or gain / eps with `eps_place="outside"`.
+
+    Args:
+        x_BHTD: `[B, H, T, D]`.
+        gain_HD: `[H, D]`, or None for a norm without a gain.
+        eps: a positive number.
+        statistic: takes the mean over D with "head", over H and D with "full".
+        eps_place: where eps is added, see `NormDialect`.
     """
     axes = (-1,) if statistic == "head" else (1, -1)
     width = x_BHTD.shape[-1] * (1 if statistic == "head" else x_BHTD.shape[1])
@@ -31,20 +38,23 @@ def rms_normalize(
     if eps_place == "outside":
         x_hat = x_BHTD / (_root(mean_square) + eps)
     else:
-        # Not rsqrt, whose gradient holds the cube of its result: at x = 0 and an eps of 1e-26 it is
-        # inf * 0 in fp32.
+        # rsqrt is avoided, because its gradient contains the cube of its result: in fp32, x = 0 with an
+        # eps of 1e-26 would give inf * 0, which is NaN.
         share = eps if eps_place == "mean" else eps / width
         x_hat = x_BHTD * (mean_square + share).sqrt().reciprocal()
     return x_hat if gain_HD is None else x_hat * gain_HD.to(x_BHTD.dtype)[:, None]
 
 
 def _root(x: Tensor) -> Tensor:
-    """The square root, with a gradient of 0 at 0, where that of `sqrt` is infinite."""
+    """Return the square root, with a gradient of 0 at 0, where the gradient of `sqrt` is infinite."""
     return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt())
 
 
 def rotate(x_BHTD: Tensor, rope: Rope) -> Tensor:
-    """RoPE (Su et al. 2021, eq. 34) on the first R entries, in x's own dtype; the rest pass through."""
+    """Apply RoPE (Su et al. 2021, eq. 34) to the first R entries, in the dtype of x.
+
+    The other entries stay as they are. x is `[B, H, T, D]` and the table has T positions.
+    """
     R = rope.width
     cos, sin = rope.cos.to(x_BHTD.dtype), rope.sin.to(x_BHTD.dtype)
     if cos.dim() == 3:  # [B, T, R/2] -> [B, 1, T, R/2]
@@ -60,7 +70,10 @@ def rotate(x_BHTD: Tensor, rope: Rope) -> Tensor:
 
 
 def norm_rope(x_BHTD: Tensor, gain_HD: Tensor | None, eps: float, rope: Rope | None) -> Tensor:
-    """Norm, then RoPE, then one rounding to x's dtype. Without a gain there is no norm."""
+    """Return x `[B, H, T, D]` after the norm and RoPE, rounded once to its dtype.
+
+    Without a gain x is not normalised, and without a table it is not rotated.
+    """
     if gain_HD is None and rope is None:
         return x_BHTD
     with torch.autocast(x_BHTD.device.type, enabled=False):
@@ -85,14 +98,15 @@ def qk_norm_rope(
 
     Args:
         q: `[B, Hq, Tq, D]`, any strides; fp16, bf16, fp32 or fp64.
-        k: `[B, Hk, Tk, D]`.
-        q_gain: `[Hq, D]`; None leaves q without a norm.
-        k_gain: `[Hk, D]`; None leaves k without a norm.
-        eps: added to the mean of squares; at least 1e-6 in half precision.
-        rope: rotations for all Tk tokens; queries are the last Tq of them.
+        k: `[B, Hk, Tk, D]` in q's dtype; Hq is a multiple of Hk.
+        q_gain: `[Hq, D]`, floating point; None leaves q without a norm.
+        k_gain: `[Hk, D]`, floating point; None leaves k without a norm.
+        eps: added to the mean of squares; positive, and at least 1e-6 for half-precision input.
+        rope: the rotary table of all Tk tokens, or None. The queries are the last Tq tokens.
 
     Returns:
-        q and k, normalised and rotated in fp32 (fp64 for fp64 input), rounded once to their dtype.
+        q_hat `[B, Hq, Tq, D]` and k_hat `[B, Hk, Tk, D]`, computed in fp32 (fp64 for fp64 input) and
+        rounded once to the dtype of q and k.
 
     Raises:
         ValueError: shapes, dtypes or eps do not fit; the message says which.

@@ -1,7 +1,7 @@
-"""The softmax of a row of logits, block by block of keys, and what it tells of the row.
+"""The online softmax: the statistics of rows of logits, computed from one block of keys after the other.
 
-Every statistic of the library comes from this one step, whatever produced the logits: the operator
-`qknorm::logit_stats`, the dense definition (one block), and the monitor.
+The operator `qknorm::logit_stats`, the dense definition (with a single block) and the monitor all
+compute their statistics with this code.
 
 Shapes: B batch, Tq / Tk query / key tokens, Hq / Hk query / key heads, G = Hq / Hk, D head width,
 n queries and m keys of a block.
@@ -19,11 +19,12 @@ from qknorm import spec
 from qknorm.ops.blocks import Span
 from qknorm.ops.products import exact_matmul
 
-# exp of anything below this is zero in fp32 and in fp64, and 0 * it is 0 where 0 * -inf is NaN.
+# Hidden logits are clamped to this value. Its exp is zero in fp32 and in fp64, and 0 times it is 0,
+# whereas 0 * -inf is NaN.
 HIDDEN = -800.0
 
-# Keys of a block, and scores held at once: 2 MiB in fp32 where they should stay in a cache, 64 MiB on a
-# device, whose launches cost more than its memory.
+# The number of keys in a block, and of scores held at once. On the CPU the scores should stay in a cache
+# (2 MiB in fp32). On other devices fewer and larger launches are worth 64 MiB.
 KEY_BLOCK = {"cpu": 512}
 DEVICE_KEY_BLOCK = 4096
 SCORE_BUDGET = {"cpu": 1 << 19}
@@ -31,12 +32,14 @@ DEVICE_SCORE_BUDGET = 1 << 24
 
 
 class OnlineSoftmax:
-    """Running values of some rows: their maximum m, l = sum exp(s - m) and t = sum exp(s - m) (s - m).
+    """Running values of n rows: the maximum m, l = sum exp(s - m) and t = sum exp(s - m) (s - m).
 
-    The entropy is then ln(l) - t / l. Unlike lse - E[s] it does not cancel at large logits.
+    The entropy is ln(l) - t / l. Unlike lse - E[s], this form loses no digits to cancellation at large
+    logits.
 
     Args:
-        like: any tensor `[..., n]` of the rows' shape, dtype and device; its values do not matter.
+        like: a tensor `[..., n]` that gives shape, dtype and device of the rows. Its values are not
+            used.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -45,7 +48,7 @@ class OnlineSoftmax:
         self._t = torch.zeros_like(like)
 
     def add(self, s: Tensor) -> None:
-        """Take in logits `[..., n, m]` of further keys, -inf where hidden. Overwrites them."""
+        """Add the logits `[..., n, m]` of m more keys, with -inf at hidden pairs. Overwrites `s`."""
         if s.shape[-1] == 0:
             return
         m = torch.maximum(self.maximum, s.amax(-1))
@@ -62,42 +65,58 @@ class OnlineSoftmax:
 
     @property
     def log_sum(self) -> Tensor:
-        """ln(l) in nats; -inf where no key was visible."""
+        """ln(l) of each row, in nats; -inf for a row that saw no key."""
         return torch.where(self.maximum == -torch.inf, -torch.inf, self._l.log())
 
     @property
     def entropy_nats(self) -> Tensor:
-        """Of the softmax over the keys; 0 where none was visible."""
+        """The entropy of the softmax over the keys of each row, in nats; 0 for a row that saw no key."""
         entropy = torch.where(self.maximum == -torch.inf, 0.0, self._l.log() - self._t / self._l)
-        return entropy.clamp(min=0.0)  # rounding can leave a row of one key at -1e-7
+        return entropy.clamp(min=0.0)  # for a row with one key rounding can give -1e-7
 
 
 class View(Protocol):
-    """Which pairs are visible, and what becomes of their products."""
+    """Which pairs are visible, and how their products become logits."""
 
     @property
     def batch(self) -> int:
-        """1 where all rows of the batch see the same, else B."""
+        """1 if visibility is the same for all batch entries, else B."""
         ...
 
     @property
     def heads(self) -> int:
-        """1 where all heads see the same, else Hq."""
+        """1 if visibility is the same for all heads, else Hq."""
         ...
 
     def spans(self, rows: int) -> Iterator[Span]:
-        """Blocks of at most `rows` queries, each with the smallest known range of keys it may see."""
+        """Yield blocks of at most `rows` queries, each with the smallest known range of visible keys."""
         ...
 
     def logits(self, s: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
-        """From scaled products `[B, Hq, n, m]`, which may be overwritten, to logits, -inf where hidden;
-        and which pairs are visible, bool `[batch, heads, n, m]`, or None if all are."""
+        """Turn the scaled products of a span into logits.
+
+        Args:
+            s: scaled products `[B, Hq, n, m]`; they may be overwritten.
+            span: the queries and keys of the block.
+
+        Returns:
+            The logits `[B, Hq, n, m]`, with -inf at hidden pairs, and which pairs are visible, bool
+            `[batch, heads, n, m]`. None instead of the second means that all pairs are visible.
+        """
         ...
 
 
 class RowValues(NamedTuple):
-    """Maximum, ln(l), entropy and the logit of the first visible key `[B, Hq, Tq]`; how many keys are
-    visible, and which is the first, `[batch, heads, Tq]` int64. A row without a key has first key 0."""
+    """The values of each row.
+
+    Attributes:
+        max_logit: `[B, Hq, Tq]`, -inf for a row that sees no key.
+        log_sum: `[B, Hq, Tq]`, ln(sum exp(logit - max_logit)) in nats; -inf for a row that sees no key.
+        entropy_nats: `[B, Hq, Tq]`, 0 for a row that sees no key.
+        visible_keys: int64 `[batch, heads, Tq]`, the number of visible keys.
+        first_key: int64 `[batch, heads, Tq]`, the index of the first visible key; 0 if there is none.
+        first_logit: `[B, Hq, Tq]`, the logit of the first visible key; -inf if there is none.
+    """
 
     max_logit: Tensor
     log_sum: Tensor
@@ -108,13 +127,15 @@ class RowValues(NamedTuple):
 
 
 def stream_rows(q_BHTD: Tensor, k_BHTD: Tensor, view: View, scale: float) -> RowValues:
-    """The values of each row, in fp32 (fp64 for fp64 input), without a gradient and linear in memory.
+    """Return the values of each row in fp32 (fp64 for fp64 input), without a gradient.
+
+    The memory grows linearly with Tq and Tk.
 
     Args:
-        q_BHTD: queries as they enter the product.
-        k_BHTD: keys as they enter it; Hq is a multiple of Hk.
-        view: what is visible.
-        scale: of the products.
+        q_BHTD: queries `[B, Hq, Tq, D]` as they enter the product.
+        k_BHTD: keys `[B, Hk, Tk, D]` as they enter the product; Hq is a multiple of Hk.
+        view: which pairs are visible.
+        scale: factor of the products.
     """
     B, Hq, Tq, D = q_BHTD.shape
     Hk, Tk = k_BHTD.shape[1:3]

@@ -1,7 +1,7 @@
-"""Operators of torch under the name `qknorm::`, each defined once per process.
+"""Registration of operators with torch in the namespace `qknorm::`, each once per process.
 
-A process may hold two copies of this package (importlib, tests that run tests); torch knows one operator
-of a name. The copy that comes first serves both.
+A process may import this package twice (with importlib, or in tests that run tests), but torch accepts
+only one definition of an operator. The copy that is imported first defines the operators for both.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def define(
     tags: Any = (),
     **kernels: Callable[..., Any],
 ) -> None:
-    """Define an operator.
+    """Define an operator, unless this process has defined it already.
 
     Args:
-        name: without the namespace.
-        schema: as `torch.library.define` takes it.
-        fake: the shapes and dtypes of its results, for tracing.
-        vmap: a rule as `torch.library.register_vmap` takes it.
-        tags: as `torch.library.define` takes them.
+        name: the name without the namespace.
+        schema: the schema in the form of `torch.library.define`.
+        fake: a function that returns empty results of the right shapes and dtypes, for tracing.
+        vmap: a rule in the form of `torch.library.register_vmap`.
+        tags: tags in the form of `torch.library.define`.
         kernels: an implementation for each dispatch key, such as `CPU=` or
             `CompositeExplicitAutograd=`.
     """
@@ -45,11 +45,11 @@ def define(
 
 
 def is_defined(name: str) -> bool:
-    """Whether this process has the operator."""
+    """Whether this process has defined the operator."""
     return hasattr(getattr(torch.ops, NAMESPACE), name)
 
 
 def implement(name: str, key: str, kernel: Callable[..., Any]) -> None:
-    """Give an operator an implementation for one more dispatch key."""
+    """Register an implementation of an operator for one more dispatch key, unless it has one."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key):
         torch.library.impl(f"{NAMESPACE}::{name}", key)(kernel)

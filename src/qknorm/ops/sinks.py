@@ -1,6 +1,6 @@
-"""Every kind of sink as one thing: a logit that joins the denominator, with or without a value.
+"""Every kind of sink in one form: a logit that joins the softmax denominator, and perhaps a value.
 
-Shapes: B batch, Tq queries, Hq / Hk heads, D head width.
+Shapes: B batch, Tq queries, Hq / Hk query / key heads, D head width, Dv value width.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def sink_logits(
     eps: float,
     scale: float,
 ) -> Tensor | None:
-    """The sink's logits in the compute dtype, `[Hq, 1]` or `[B, Hq, Tq]`, differentiable; or None.
+    """Return the logits of the sink, `[Hq, 1]` or `[B, Hq, Tq]`, or None without a sink.
 
-    q is `[B, Hq, Tq, D]` before norm and RoPE.
+    They are in fp32 (fp64 for fp64 input) and differentiable. q is `[B, Hq, Tq, D]` before the norm and
+    RoPE.
     """
     if sink is None:
         return None
@@ -41,15 +42,17 @@ def sink_logits(
 
 
 def token_logits(q_hat: Tensor, token_hat: Tensor, scale: float) -> Tensor:
-    """Logits `[B, Hq, Tq]` of q_hat `[B, Hq, Tq, D]` against one key per head `[1, Hk, 1, D]`, both
-    normalised and neither rotated."""
+    """Return the logits `[B, Hq, Tq]` of all queries against the key of a sink token.
+
+    q_hat `[B, Hq, Tq, D]` and token_hat `[1, Hk, 1, D]` are normalised but not rotated.
+    """
     wide = spec.compute_dtype(q_hat.dtype)
     G = q_hat.shape[1] // token_hat.shape[1]
     return scale * (q_hat.to(wide) * token_hat.to(wide).repeat_interleave(G, dim=1)).sum(-1)
 
 
 def sink_values(sink: Sink | None, heads: int) -> Tensor | None:
-    """The value of a sink token per query head `[Hq, Dv]`; None for a sink without one."""
+    """Return the value of the sink for each query head, `[Hq, Dv]`, or None if it has no value."""
     if not isinstance(sink, SinkToken | RowSink) or sink.value is None:
         return None
     return sink.value.repeat_interleave(heads // sink.value.shape[0], dim=0)

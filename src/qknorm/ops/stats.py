@@ -1,7 +1,8 @@
-"""Exact statistics of attention: per row, per head, and how parts of them merge.
+"""Exact statistics of attention per row (`Rows`) and per head (`Stats`), and how to merge them.
 
-Shapes: B batch, T tokens, Hq query heads. Rows are queries of one head. All values are fp32
-(fp64 for fp64 input) and carry no gradient.
+A row is one query of one head. All values are fp32 (fp64 for fp64 input) and carry no gradient.
+
+Shapes: B batch, Tq query tokens, Hq query heads.
 """
 
 from __future__ import annotations
@@ -20,25 +21,26 @@ StatsRequest = bool | Literal["rows"]
 
 
 def check_request(stats: StatsRequest) -> None:
-    """Refuse anything but False, True and "rows"."""
+    """Raise ValueError unless `stats` is False, True or "rows"."""
     if not isinstance(stats, bool) and stats != "rows":
         raise ValueError(f'stats must be False, True or "rows"; got {stats!r}')
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows(ByValue):
-    """The values of each row, over its visible keys.
+    """Statistics of each row over its visible keys.
 
-    The log-sum-exp is kept as a maximum and the log of a sum relative to it: at logits near 1000
-    their total is only good to 6e-5 in fp32, too coarse to merge entropies with.
+    The log-sum-exp is stored in two parts, the maximum and the log of a sum relative to it. Their total
+    is accurate only to 6e-5 in fp32 at logits near 1000, which is too coarse for merging entropies.
 
     Attributes:
-        max_logit: `[B, Hq, Tq]`; -inf where no key is visible.
-        log_sum: `[B, Hq, Tq]` nats, ln(sum exp(logit - max_logit)); -inf where no key is visible.
-        entropy_nats: `[B, Hq, Tq]`, of the softmax over the keys; 0 where no key is visible.
-        visible_keys: `[B or 1, Tq]`, int64.
-        is_real: `[B or 1, Tq]`, bool; False for a query whose own token is padding.
-        sink_logit: `[B, Hq, Tq]` or None.
+        max_logit: `[B, Hq, Tq]`, the largest logit; -inf for a row that sees no key.
+        log_sum: `[B, Hq, Tq]` in nats, ln(sum exp(logit - max_logit)); -inf for a row that sees no key.
+        entropy_nats: `[B, Hq, Tq]`, the entropy of the softmax over the keys, without the sink; 0 for a
+            row that sees no key.
+        visible_keys: int64 `[1 or B, Tq]`, the number of visible keys.
+        is_real: bool `[1 or B, Tq]`, False for a query whose own token is padding.
+        sink_logit: `[B, Hq, Tq]`, or None without a sink.
     """
 
     max_logit: Tensor
@@ -50,29 +52,38 @@ class Rows(ByValue):
 
     @property
     def key_lse(self) -> Tensor:
-        """`[B, Hq, Tq]` nats: log of the sum of exp(logit) over the keys, without the sink."""
+        """The log-sum-exp over the keys, without the sink, in nats; `[B, Hq, Tq]`."""
         return self.max_logit + self.log_sum
 
     @property
     def lse(self) -> Tensor:
-        """`[B, Hq, Tq]` nats: log of the whole denominator, the sink included."""
+        """The log of the whole softmax denominator, with the sink, in nats; `[B, Hq, Tq]`."""
         if self.sink_logit is None:
             return self.key_lse
         return torch.logaddexp(self.key_lse, self.sink_logit)
 
     @property
     def sink_mass(self) -> Tensor:
-        """`[B, Hq, Tq]`: the probability of the sink, 1 / (1 + exp(key_lse - sink))."""
+        """The probability of the sink, 1 / (1 + exp(key_lse - sink_logit)), `[B, Hq, Tq]`; else 0."""
         if self.sink_logit is None:
             return torch.zeros_like(self.log_sum)
         return torch.sigmoid(self.sink_logit - self.max_logit - self.log_sum)
 
     def merge_keys(self, *others: Rows) -> Rows:
-        """The rows over the union of disjoint key splits.
+        """Merge the rows of the same queries over disjoint parts of the keys.
 
-        A sink counts once, whichever parts carry it; a query counts if it is real for any part.
-        With d_i = lse - lse_i and weights exp(-d_i):
-        H = sum_i exp(-d_i) (H_i + d_i), from H = lse - E[s].
+        A sink counts once, whichever of the parts carry it. A query counts as real if it is real in any
+        part. The entropies H_i merge as H = sum_i exp(-d_i) (H_i + d_i) with d_i = lse - lse_i, which
+        follows from H = lse - E[s].
+
+        Args:
+            others: rows of the same shapes over other keys.
+
+        Returns:
+            The rows over the union of the keys.
+
+        Raises:
+            ValueError: the parts carry different sinks.
         """
         parts = (self, *others)
         sink = _common_sink([part.sink_logit for part in parts])
@@ -96,32 +107,36 @@ class Rows(ByValue):
 
 
 def _common_sink(sinks: Sequence[Tensor | None]) -> Tensor | None:
-    """The sink of the parts that carry one. Raises ValueError if theirs differ."""
+    """Return the sink of the parts that have one, or None. Raises ValueError if their sinks differ."""
     carried = [sink for sink in sinks if sink is not None]
     if not all(sink is carried[0] or torch.equal(sink, carried[0]) for sink in carried):
-        raise ValueError("the parts have different sinks: key splits share the sink of their attention")
+        raise ValueError(
+            "the parts have different sinks: give each part the sink of the whole attention, or no sink"
+        )
     return carried[0] if carried else None
 
 
 def amax(x: Tensor) -> Tensor:
-    """Largest entry along the last axis; -inf where there is none, which torch refuses."""
+    """Return the largest entry along the last axis, or -inf if it is empty, where torch would raise."""
     return x.amax(-1) if x.shape[-1] > 0 else x.new_full(x.shape[:-1], -torch.inf)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stats(ByValue):
-    """Statistics per query head over the counted rows: real queries that see a key.
+    """Statistics of each query head over the rows that count.
 
-    Kept as maxima, sums and counts, so that micro-batches, ranks and key splits merge exactly. A
-    mean over no row is NaN, the maximum over none -inf.
+    A row counts if its own token is not padding and it sees at least one key. The statistics are stored
+    as maxima, sums and counts, so those of micro-batches and of ranks merge exactly. A mean over no row
+    is NaN, and a maximum over no row is -inf.
 
     Attributes:
-        max_logit: `[Hq]`, the largest visible logit, before the sink.
-        entropy_sum: `[Hq]` nats, summed over counted rows.
-        ratio_sum: `[Hq]`, entropy / ln(visible keys), summed over counted rows with two keys or more.
-        sink_sum: `[Hq]`, the probability that went to the sink, summed over counted rows.
-        row_count, ratio_count: `[]`, int64.
-        rows: the values of each row, where they were asked for.
+        max_logit: `[Hq]`, the largest visible logit; the sink is not among them.
+        entropy_sum: `[Hq]` in nats, the sum of the entropies of the rows.
+        ratio_sum: `[Hq]`, the sum of entropy / ln(visible keys) over the rows with two keys or more.
+        sink_sum: `[Hq]`, the sum of the probabilities of the sink.
+        row_count: int64 `[]`, the number of rows that count, per head.
+        ratio_count: int64 `[]`, the number of them with two keys or more.
+        rows: the values of each row if the call had `stats="rows"`, else None.
     """
 
     max_logit: Tensor
@@ -134,22 +149,30 @@ class Stats(ByValue):
 
     @property
     def entropy_nats(self) -> Tensor:
-        """`[Hq]`, mean over counted rows of the entropy of the softmax over the keys, in nats."""
+        """The mean entropy of a row's softmax over the keys, without the sink, in nats; `[Hq]`."""
         return self.entropy_sum / self.row_count
 
     @property
     def entropy_ratio(self) -> Tensor:
-        """`[Hq]` in 0..1, mean of entropy / ln(visible keys) over rows with two keys or more."""
+        """The mean of entropy / ln(visible keys) over rows with two keys or more, `[Hq]` from 0 to 1."""
         return self.ratio_sum / self.ratio_count
 
     @property
     def sink_mass(self) -> Tensor:
-        """`[Hq]` in 0..1, mean probability of the sink; 0 without one."""
+        """The mean probability of the sink, `[Hq]` from 0 to 1; 0 without a sink."""
         return self.sink_sum / self.row_count
 
     @staticmethod
     def from_rows(rows: Rows, *, keep_rows: bool = False) -> Stats:
-        """Reduce rows to heads."""
+        """Reduce the values of rows to those of heads.
+
+        Args:
+            rows: the values of each row.
+            keep_rows: if True, the result keeps `rows`.
+
+        Returns:
+            `Stats` with values `[Hq]`.
+        """
         keys_B1T = rows.visible_keys[:, None]
         B, _, Tq = rows.max_logit.shape
         counted_B1T = (rows.is_real & (rows.visible_keys > 0)).expand(B, Tq)[:, None]
@@ -171,7 +194,14 @@ class Stats(ByValue):
         )
 
     def merge(self, *others: Stats) -> Stats:
-        """The statistics over the rows of all parts (micro-batches, ranks); row values are dropped."""
+        """Merge statistics over different rows, such as those of micro-batches or ranks.
+
+        Args:
+            others: statistics of the same heads over other rows.
+
+        Returns:
+            The statistics over all rows, without the values of each row.
+        """
         parts = (self, *others)
 
         def total(name: str) -> Tensor:
@@ -187,12 +217,20 @@ class Stats(ByValue):
         )
 
     def merge_keys(self, *others: Stats) -> Stats:
-        """The statistics of the same queries over the union of disjoint key splits.
+        """Merge statistics of the same queries over disjoint parts of the keys.
 
-        Needs parts made with `stats="rows"`, whose sinks, where they have one, are the same. Raises
-        ValueError otherwise.
+        Args:
+            others: statistics of the same queries over other keys. All parts need `stats="rows"`.
+
+        Returns:
+            The statistics over the union of the keys, with the values of each row.
+
+        Raises:
+            ValueError: a part lacks the values of its rows, or the parts carry different sinks.
         """
         rows = [part.rows for part in (self, *others) if part.rows is not None]
         if len(rows) != 1 + len(others):
-            raise ValueError('merging key splits needs row values: ask for them with stats="rows"')
+            raise ValueError(
+                'merging parts of the keys needs the values of each row: compute each with stats="rows"'
+            )
         return Stats.from_rows(rows[0].merge_keys(*rows[1:]), keep_rows=True)

@@ -1,6 +1,7 @@
-"""Who can serve a call: one table, read by `auto`, by the error messages and by `qknorm env`.
+"""The table of backends and the choice among them.
 
-A backend is one file or folder with a `Backend` in it, and a line in this table.
+`backend="auto"`, the error messages and `qknorm env` all read this table. A new backend is one file or
+folder with a `Backend` in it, and one line in the table.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from qknorm.ops.backends.call import Backend, Call, Case
 from qknorm.ops.stats import Stats
 from qknorm.spec import UnsupportedError
 
-# From this many keys on, by rounded head width, `auto` leaves dense attention to cuDNN
-# and fuses norm and RoPE alone: K is then read so often that its kernel's lead outweighs the pass
-# over q that it costs. Estimated from published times of both kernels on Hopper; not measured on a GPU.
+# For dense attention with at least this many keys, by rounded head width, `auto` takes `compose`: it
+# fuses norm and RoPE only and leaves attention to cuDNN. With so many keys the faster kernel of cuDNN
+# outweighs the extra pass over q. Estimated from published times of both kernels on Hopper; not measured
+# on a GPU.
 COMPOSE_FROM_KEYS = {64: 8192, 128: 4096, 256: 4096}
 
 
@@ -36,7 +38,7 @@ def _refuses_to_compose(case: Case) -> str | None:
     if case.dtype == torch.float32:
         return "float32 inputs"
     if case.head_dim != case.value_dim or case.head_dim % 8:
-        return "values of another width, or widths that 8 does not divide"
+        return "values of another width than the heads, or widths that are no multiple of 8"
     return triton.refuses(case)
 
 
@@ -54,23 +56,27 @@ COMPOSE = Backend(
     is_automatic=_composes,
 )
 
-# Fastest first: `auto` takes the first that it may take and that does not refuse.
+# In order of preference: `auto` takes the first backend that may be chosen and supports the case.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (cpu.BACKEND, COMPOSE, triton.BACKEND, stock.BACKEND, reference.BACKEND)
 }
 
-# Names of the backends for which the reference stands in, one set for each open `by_definition`.
+# The names of the backends that the reference replaces, one set for each open `by_definition`.
 _replaced: list[set[str]] = []
 
 
 @contextmanager
 def by_definition() -> Iterator[set[str]]:
-    """Serve every call by the reference, a named backend's too; yields the names of those replaced.
+    """Run every call on the reference backend while the context is open, even if the call names another.
 
-    For whoever has to look inside the operator. What they see is then the definition and not the kernel
-    that runs: the two have to be compared besides. Process-wide: other threads get the same results
-    meanwhile, up to rounding, with the memory of the reference.
+    This is for code that must look inside the operator, such as a trace of its tensor operations. It
+    then sees the definition and not the kernel that usually runs, so the caller has to compare the two
+    as well. The change holds for the whole process: meanwhile other threads get the same results up to
+    rounding, and use as much memory as the reference.
+
+    Yields:
+        A set that collects the names of the backends that were replaced.
     """
     _replaced.append(set())
     try:
@@ -80,8 +86,16 @@ def by_definition() -> Iterator[set[str]]:
 
 
 def choose(name: str, case: Case) -> Backend:
-    """The backend for a case. Raises ValueError for an unknown name, UnsupportedError for a known one
-    that cannot serve the case."""
+    """Return the backend for a case.
+
+    Args:
+        name: "auto" or the name of a backend.
+        case: the properties of the call.
+
+    Raises:
+        ValueError: no backend has this name.
+        UnsupportedError: the backend does not support the case.
+    """
     chosen = _chosen(name, case)
     if not _replaced:
         return chosen

@@ -1,4 +1,4 @@
-"""One checked call of the operator, what decides who may serve it, and what a backend is."""
+"""The types `Call`, `Case` (the properties of a call that decide its backend) and `Backend`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,27 @@ SMALLEST_FP32 = 2.0**-149
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The properties of a call that a backend can fail to support. Whether statistics are wanted is not
-    among them: the answer, and with it the output, must not depend on who watches.
+    """The properties of a call that a backend may fail to support.
+
+    Whether the call returns statistics is not among them. So asking for statistics never changes the
+    backend, and with it the output.
 
     Attributes:
-        is_dense: neither window nor documents nor padding.
-        sink_by_row: a sink's logit that differs by query, as that of a sink token does.
-        table_has_gradient: the gradient of cos or sin is wanted.
-        is_forward_mode: derivatives are carried along with the values (`torch.func.jvp`).
+        device: type of the device, such as "cpu" or "cuda".
+        dtype: of q, k and v.
+        head_dim: D.
+        value_dim: Dv.
+        batch: B.
+        heads: Hq.
+        queries: Tq.
+        keys: Tk.
+        is_dense: the mask has no window, no documents and no padding.
+        is_causal: the mask is causal.
+        sink_by_row: the logit of the sink differs by query, as it does for a `SinkToken` and a
+            `RowSink`.
+        zero_scale: the scale is 0.
+        table_has_gradient: cos or sin of the rotary table needs a gradient.
+        is_forward_mode: forward-mode derivatives are computed (`torch.func.jvp`).
     """
 
     device: str
@@ -46,13 +59,13 @@ class Case:
 
     @property
     def type_name(self) -> str:
-        """The dtype, as a message names it."""
+        """The name of the dtype without the prefix "torch."."""
         return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Arguments of `qknorm.attention`; what they mean is said there."""
+    """The arguments of `qknorm.attention`, which documents them."""
 
     q: Tensor  # [B, Hq, Tq, D]
     k: Tensor  # [B, Hk, Tk, D]
@@ -68,11 +81,11 @@ class Call:
 
     @property
     def logit_scale(self) -> float:
-        """The scale that was given, or the usual one."""
+        """The scale of the call, or 1/sqrt(D) if it gives none."""
         return spec.default_scale(self.q.shape[-1]) if self.scale is None else self.scale
 
     def case(self) -> Case:
-        """What a support table needs to know of it."""
+        """Return the properties of this call that a backend may fail to support."""
         q, rope = self.q, self.rope
         return Case(
             device=q.device.type,
@@ -94,7 +107,7 @@ class Call:
         )
 
     def sink_logit(self) -> Tensor | None:
-        """`[Hq, 1]` or `[B, Hq, Tq]` in the compute dtype, differentiable; None without a sink."""
+        """Return the logits of the sink, see `qknorm.ops.sinks.sink_logits`; None without a sink."""
         return sink_logits(
             self.q,
             self.sink,
@@ -105,12 +118,12 @@ class Call:
         )
 
     def sink_value(self) -> Tensor | None:
-        """The value of a sink token per query head `[Hq, Dv]`; None for a sink without one."""
+        """Return the value of the sink for each query head, `[Hq, Dv]`; None if it has no value."""
         return sink_values(self.sink, self.q.shape[1])
 
 
 def is_zero(scale: float, dtype: torch.dtype) -> bool:
-    """Whether a scale is 0 in the arithmetic of this dtype."""
+    """Whether a scale is 0 in the arithmetic that is used for inputs of this dtype."""
     return scale == 0 or (spec.compute_dtype(dtype) == torch.float32 and abs(scale) < SMALLEST_FP32)
 
 
@@ -119,13 +132,13 @@ class Backend:
     """One implementation of the operator.
 
     Attributes:
-        name: what `backend=` takes.
+        name: the name that the argument `backend` takes.
         purpose: one line for `qknorm env`.
-        memory: how peak memory grows.
-        refuses: the reason why it cannot serve a case, or None if it can.
-        run: the implementation: out `[B, Hq, Tq, Dv]` in v's dtype, and the statistics if they are
-            asked for.
-        is_automatic: whether `auto` may take it in a case that it can serve.
+        memory: how peak memory grows with T.
+        refuses: takes a case and returns a noun phrase for what the backend does not support, such as
+            "float64 inputs", or None if it supports the case. Error messages contain the phrase.
+        run: the implementation. It returns out `[B, Hq, Tq, Dv]` in v's dtype, and `Stats` or None.
+        is_automatic: whether `backend="auto"` may choose the backend for a case that it supports.
     """
 
     name: str
@@ -137,7 +150,11 @@ class Backend:
 
 
 def refuses_derivatives(case: Case) -> str | None:
-    """What no backend with a backward pass of its own can differentiate, or None."""
+    """Return the kind of derivative that a case needs and a fused backend lacks, or None.
+
+    A backend with its own backward pass computes no gradient of cos and sin and no forward-mode
+    derivatives.
+    """
     if case.table_has_gradient:
         return "a gradient of cos and sin"
     return "forward-mode differentiation" if case.is_forward_mode else None

@@ -1,7 +1,7 @@
-"""Norm, RoPE, attention and statistics in one pass of C++ (csrc/), forward and backward.
+"""The `cpu` backend: norm, RoPE, attention and statistics in C++ (csrc/), forward and backward.
 
-Blocks of the scores live in cache, hidden blocks are skipped, and the statistics fall out of the
-softmax that is computed anyway.
+The scores are computed block by block and stay in cache, hidden blocks are skipped, and the statistics
+come from the softmax that attention needs anyway.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INT32_MAX = 2**31 - 1
 
 
 def refuses(case: Case) -> str | None:
-    """What it cannot do in this case, or None."""
+    """Return what the backend does not support about this case, or None."""
     if case.device != "cpu":
         return f"tensors on {case.device}"
     if case.dtype not in DTYPES:
@@ -46,7 +46,7 @@ def refuses(case: Case) -> str | None:
 
 
 def attention(call: Call) -> tuple[Tensor, Stats | None]:
-    """out, and the statistics if they are asked for."""
+    """Run a call. Returns out `[B, Hq, Tq, Dv]`, and `Stats` or None."""
     return fused.run("cpu", Inputs.of(call), call.stats)
 
 
@@ -60,14 +60,14 @@ BACKEND = Backend(
 
 
 def _arguments(x: Inputs) -> tuple[Args, list[Tensor | None]]:
-    """The structure of a call, and the tensors that it points into and that must outlive it."""
+    """Return the C structure of a call, and the tensors it points to. The caller keeps them alive."""
     args = Args()
     args.B, args.Hq, args.Tq, args.D = x.q.shape
     args.Hk, args.Tk = x.k.shape[1:3]
     args.Dv = x.v.shape[3]
     args.dtype, args.rope = DTYPES[x.q.dtype], ROPE[x.layout]
     args.causal = x.causal
-    args.window = min(x.window or 0, args.Tq + args.Tk)  # as good as none, and cannot overflow
+    args.window = min(x.window or 0, args.Tq + args.Tk)  # hides nothing at this size; avoids overflow
     args.eps, args.scale = x.eps, x.scale
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in x[:3])
     small = [
@@ -84,7 +84,7 @@ def _arguments(x: Inputs) -> tuple[Args, list[Tensor | None]]:
 
 
 def _ids(x: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    """The ids of `token_ids` in int32."""
+    """Return the ids of `token_ids` as int32. If one does not fit, all are replaced by their ranks."""
     documents = x.documents
     if documents is not None and documents.numel() and int(documents.max()) > INT32_MAX:
         documents = torch.where(documents < 0, -1, torch.unique(documents, return_inverse=True)[1])
@@ -93,7 +93,7 @@ def _ids(x: Inputs) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _library() -> Library:
-    assert not isinstance(LIBRARY, str)  # the support table has seen to it
+    assert not isinstance(LIBRARY, str)  # `refuses` has checked this
     return LIBRARY
 
 
@@ -118,7 +118,7 @@ def _forward(x: Inputs, stats: int) -> Found:
 
 
 def _fake_lse(x: Inputs) -> Tensor:
-    """See args.h."""
+    """Return an unwritten tensor for `lse` `[2, B, Hq, Tq]`, see csrc/args.h."""
     return torch.empty(2, *x.q.shape[:3], dtype=torch.float32, device=x.q.device)
 
 

@@ -1,7 +1,8 @@
-"""The shared object behind the `cpu` backend: finding it, what it can run here, and its one structure.
+"""The shared library of the `cpu` backend: how it is loaded, called, and given its arguments.
 
-It is plain C, so one file serves every release of torch: pointers and strides go in through `Args`,
-and `torch_parallel_for` of torch's stable C interface lends it torch's own threads.
+The library has a plain C interface, so one build works with every release of torch. It receives pointers
+and strides in the structure `Args`, and runs on torch's threads through `torch_parallel_for` of torch's
+stable C interface.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import torch
 from torch import Tensor
 
 FILE = Path(__file__).with_name("_qknorm_cpu.so")
-# Fastest last; the bits of qknorm_instruction_sets(). QKNORM_CPU_ISA forces one, for tests and bugs.
+# The fastest comes last. The position of a name is its bit in qknorm_instruction_sets(). QKNORM_CPU_ISA
+# forces one of them, for tests and for the search for bugs.
 INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "amx")
 FORCE = "QKNORM_CPU_ISA"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Rows behind one partial sum of the gains' gradients, as in csrc/args.h.
+# The number of rows in one partial sum of the gradients of the gains, as in csrc/args.h.
 QUERY_PART, KEY_PART = 128, 256
 ROPE = {None: 0, "half": 1, "interleaved": 2}
-# Scratch memory is kept between calls up to this size: fresh pages cost more than what is done in them.
+# Scratch memory up to this size is kept between calls, since the system takes longer to provide new
+# pages than the computation takes to fill them.
 KEPT_BYTES = 128 << 20
 
 _SIZES = ("B", "Hq", "Hk", "Tq", "Tk", "D", "Dv", "R")
@@ -33,7 +36,7 @@ _STRIDES = c_int64 * 3
 
 
 class Args(ctypes.Structure):
-    """`QknormArgs` of csrc/args.h, field for field."""
+    """The structure `QknormArgs` of csrc/args.h, with the same fields in the same order."""
 
     _fields_ = (
         *((name, c_int64) for name in (*_SIZES, *_OPTIONS)),
@@ -53,10 +56,14 @@ class Args(ctypes.Structure):
     )
 
     def point(self, **tensors: Tensor | None) -> None:
-        """Set pointers; where there is a field for strides, those of the first three axes as well.
+        """Set the pointers of tensors, and the strides of their first three axes where a field exists.
 
-        Call it once the sizes are set. Raises RuntimeError for a tensor that is not what C++ will
-        take it for: there a wrong dtype or size is not an error but somebody else's memory.
+        The sizes must be set before. C++ cannot check the tensor behind a pointer, so with a wrong dtype
+        or size it would read or overwrite memory of other objects.
+
+        Raises:
+            RuntimeError: a tensor has another dtype, device, number of elements or layout than C++
+                expects.
         """
         inputs = _INPUT_DTYPES[self.dtype]
         for name, x in tensors.items():
@@ -73,14 +80,14 @@ class Args(ctypes.Structure):
             if name in _STRIDED:
                 getattr(self, f"{name}_stride")[:] = x.stride()[:3]
             if x.stride(-1) != 1 if name in _STRIDED else not x.is_contiguous():
-                raise RuntimeError(f"{name} has strides {x.stride()}, which the library does not take")
+                raise RuntimeError(f"{name} has strides {x.stride()}, which the library cannot read")
             setattr(self, name, x.data_ptr())
 
 
 _INPUT_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
 _STRIDED = frozenset(("q", "k", "v", "d_out"))
 _FP32, _IDS, _COUNTS = torch.float32, torch.int32, torch.int64
-# What each pointer points to: its dtype, None for that of q, k and v, and the number of elements.
+# The dtype of each tensor (None means the dtype of q, k and v) and its smallest number of elements.
 _POINTERS: dict[str, tuple[torch.dtype | None, Callable[[Args], int]]] = {
     "q": (None, lambda a: a.B * a.Hq * a.Tq * a.D),
     "k": (None, lambda a: a.B * a.Hk * a.Tk * a.D),
@@ -111,7 +118,12 @@ _POINTERS: dict[str, tuple[torch.dtype | None, Callable[[Args], int]]] = {
 
 
 class Library:
-    """The loaded object. Raises OSError or AttributeError where it cannot be used."""
+    """The loaded library.
+
+    Raises:
+        OSError: the file cannot be loaded, or was built from another version of the sources.
+        AttributeError: torch or the file lacks a function.
+    """
 
     def __init__(self) -> None:
         self._c = ctypes.CDLL(str(FILE))
@@ -119,7 +131,7 @@ class Library:
             getattr(self._c, f"qknorm_{name}").restype = c_int64
         parts = self._c.qknorm_query_part(), self._c.qknorm_key_part()
         if self._c.qknorm_args_size() != ctypes.sizeof(Args) or parts != (QUERY_PART, KEY_PART):
-            raise OSError(f"{FILE.name} was built from other sources: build it again")
+            raise OSError(f"{FILE.name} was built from another version of the sources: build it again")
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         self._c.qknorm_use_threads(ctypes.cast(torch_cpu.torch_parallel_for, c_void_p))
         bits = self._c.qknorm_instruction_sets()
@@ -127,10 +139,18 @@ class Library:
         self.instruction_sets = [name for i, name in enumerate(INSTRUCTION_SETS) if bits >> i & 1]
 
     def run(self, step: str, args: Args) -> None:
-        """`forward` or `backward`, on torch's number of threads and the best instruction set."""
+        """Run the step `forward` or `backward`, on as many threads as torch uses.
+
+        The fastest instruction set of this processor is used, or the one that QKNORM_CPU_ISA names.
+
+        Raises:
+            ValueError: this processor does not have the instruction set that QKNORM_CPU_ISA names.
+        """
         chosen = os.environ.get(FORCE) or self.instruction_sets[-1]
         if chosen not in self.instruction_sets:
-            raise ValueError(f"{FORCE}={chosen}: choose from {', '.join(self.instruction_sets)}")
+            raise ValueError(
+                f"{FORCE} must be {' or '.join(self.instruction_sets)} on this machine; got {chosen}"
+            )
         args.isa = INSTRUCTION_SETS.index(chosen)
         args.threads = torch.get_num_threads()
         args.workspace_bytes = getattr(self._c, f"qknorm_{step}_workspace")(ctypes.byref(args))
@@ -139,7 +159,7 @@ class Library:
         getattr(self._c, f"qknorm_{step}")(ctypes.byref(args))
 
     def _workspace(self, size: int) -> Tensor:
-        """Scratch memory of this Python thread."""
+        """Return at least `size` bytes of scratch memory, which belong to this Python thread."""
         kept: Tensor | None = getattr(self._kept, "buffer", None)
         if kept is not None and kept.numel() >= size:
             return kept
@@ -150,17 +170,18 @@ class Library:
 
 
 def _load() -> Library | str:
-    """The library, or why there is none."""
+    """Return the library, or the reason why it cannot be used."""
     if not FILE.exists():
-        return "it was installed without a C++ compiler (g++ or clang++)"
+        return "qknorm was installed without a C++ compiler (g++ or clang++)"
     try:
         library = Library()
     except (OSError, AttributeError) as error:
-        return f"its library does not load: {error}"
+        return f"the compiled library cannot be used: {error}"
     if not library.instruction_sets:
         return "this processor has no AVX2"
     return library
 
 
-# Once, at import: what a compiled graph asks must be a constant to it.
+# Loaded once, at import. The choice of a backend reads it inside compiled graphs, so it must be a
+# constant.
 LIBRARY = _load()

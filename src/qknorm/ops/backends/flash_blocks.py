@@ -1,9 +1,10 @@
-"""One block of attention by whatever PyTorch has on the device: out, lse, and their backward.
+"""One block of attention, forward and backward, by the best kernel that PyTorch has for the device.
 
-On CPU that is torch's flash kernel (fp16, bf16, fp32, fp64; grouped heads without repetition). On
-NVIDIA, for a block without a mask of its own in half precision, cuDNN's, or else torch's flash
-kernel. Elsewhere it is plain tensor code in fp32, cut into small blocks of queries so that memory
-stays linear.
+* On the CPU this is torch's flash kernel (fp16, bf16, fp32, fp64; grouped heads are not repeated).
+* On NVIDIA GPUs it is the kernel of cuDNN or torch's flash kernel, for half-precision blocks without a
+  bias.
+* Otherwise it is plain tensor code in fp32 (fp64 for fp64 input). It works on small blocks of queries,
+  so memory stays linear.
 
 Shapes: q [B, Hq, n, D]; k [B, Hk, m, D]; v [B, Hk, m, Dv]; bias [1 or B, 1, n, m] of 0 and -inf.
 """
@@ -18,15 +19,16 @@ from torch.nn.attention import SDPBackend
 from qknorm import spec
 from qknorm.ops.products import exact_matmul
 
-# Scores held at once by the plain code: 16 MiB in fp32.
+# The number of scores that the plain code holds at once: 16 MiB in fp32.
 SCORE_BUDGET = 1 << 22
 
 
 def uses_flash(q: Tensor, k: Tensor) -> bool:
-    """Whether torch's own kernel serves this block.
+    """Whether torch's CPU flash kernel gives the right result for this block.
 
-    The CPU kernel takes a row whose logits are all NaN for a fully masked one and returns 0, which
-    would hide the NaN; and bf16 rows with an infinite logit become 0 as well.
+    It does not if q or k contains NaN or infinity. The kernel treats a row whose logits are all NaN as a
+    fully masked row and returns 0, which would hide the NaN. In bf16, rows with an infinite logit become
+    0 too.
     """
     if q.device.type != "cpu":
         return False
@@ -35,15 +37,15 @@ def uses_flash(q: Tensor, k: Tensor) -> bool:
 
 
 def cuda_kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> str | None:
-    """Which of torch's kernels for NVIDIA serves this block, as torch itself would say."""
+    """Return the kernel that torch would choose for this block on NVIDIA: "cudnn", "flash" or None."""
     if q.device.type != "cuda" or bias is not None or torch.version.hip is not None:
         return None
     if q.dtype not in spec.HALF_PRECISION or q.shape[-1] != v.shape[-1] or q.shape[-1] % 8:
         return None
     if min(q.numel(), k.numel()) == 0:
         return None
-    # Asked as if gradients were wanted: inside an operator nothing tells, and a kernel that has no
-    # backward for this width must not run the forward.
+    # The choice is made as if gradients were needed. Code inside an operator cannot know whether they
+    # are, and a kernel that has no backward pass for this width must not run the forward pass.
     with torch.cuda.device(q.device), torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
@@ -78,8 +80,9 @@ def _cuda_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
-    # Plans of older releases are kept by the strides of q, k and v alone.
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # required, but there is no dropout
+    # Older releases of torch cache cuDNN's plans by the strides of q, k and v only, so those of d_out
+    # must be fixed.
     d_out = d_out.contiguous()
     lengths = (None, None, q.shape[2], k.shape[2], 0.0, causal)
     if kernel == "cudnn":
@@ -94,8 +97,8 @@ def _cuda_backward(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out `[B, Hq, n, Dv]` and lse `[B, Hq, n]`; rows that see nothing hold unspecified values."""
-    if scale < 0:  # hidden scores are -inf before the kernels multiply them
+    """Return out `[B, Hq, n, Dv]` and lse `[B, Hq, n]`. Rows that see no key hold unspecified values."""
+    if scale < 0:  # the kernels multiply by the scale after masking, and -inf would become inf
         q, scale = -q, -scale
     if (kernel := cuda_kernel(q, k, v, bias, causal)) is not None:
         return _cuda_forward(kernel, q, k, v, causal, scale)
@@ -120,7 +123,11 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv for P = exp(s - lse) and delta = rowsum(d_out * out), whatever out and lse are."""
+    """Return dq, dk and dv for P = exp(s - lse) and delta = rowsum(d_out * out).
+
+    out and lse need not come from `forward`: the `stock` backend passes those of the softmax with a
+    sink.
+    """
     if scale < 0:
         dq, dk, dv = backward(d_out, -q, k, v, out, lse, bias, causal, -scale)
         return -dq, dk, dv
@@ -145,13 +152,13 @@ def backward(
 
 
 def _pad(x: Tensor, width: int) -> Tensor:
-    """The kernel wants one width for q, k and v, and unit stride along it."""
+    """Pad the last axis with zeros to `width` and make its stride 1, as the CPU kernel requires."""
     x = x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _chunks(q: Tensor, k: Tensor) -> list[slice]:
-    """Slices of the queries whose scores fit the budget."""
+    """Return slices of the queries, each with at most `SCORE_BUDGET` scores."""
     B, H, n, _ = q.shape
     rows = max(1, SCORE_BUDGET // max(1, B * H * k.shape[2]))
     return [slice(lo, min(lo + rows, n)) for lo in range(0, n, rows)]
@@ -160,7 +167,7 @@ def _chunks(q: Tensor, k: Tensor) -> list[slice]:
 def _scores(
     q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float, rows: slice
 ) -> Tensor:
-    """Masked logits `[B, Hk, G, rows, m]` in the compute dtype."""
+    """Return the masked logits `[B, Hk, G, rows, m]` in fp32 (fp64 for fp64 input), with G = Hq / Hk."""
     wide = spec.compute_dtype(q.dtype)
     B, Hq, _, D = q.shape
     Hk, m = k.shape[1:3]

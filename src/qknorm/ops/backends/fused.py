@@ -1,10 +1,11 @@
-"""What every backend with operators of its own shares: their arguments, their schema, their derivative.
+"""The arguments, the schema and the derivative that all backends with operators of torch share.
 
-A backend hands over a forward and a backward pass on `Inputs`. `define` registers them as the operators
-`qknorm::NAME_forward` and `qknorm::NAME_backward`, and ties one to the other: by an autograd function
-around them and not by `register_autograd`, which costs more for each call.
+A backend gives `define` a forward and a backward pass on `Inputs`. They are registered as the operators
+`qknorm::NAME_forward` and `qknorm::NAME_backward`. The autograd function `_Attention` makes the second
+the derivative of the first; `register_autograd` would cost more for each call.
 
-Shapes: B batch, Tq / Tk query / key tokens, Hq / Hk heads, D head width, Dv value width, R rotary width.
+Shapes: B batch, Tq / Tk query / key tokens, Hq / Hk query / key heads, D head width, Dv value width,
+R rotary width.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from qknorm.ops.stats import Rows, Stats, StatsRequest
 
 
 class Inputs(NamedTuple):
-    """The arguments of a forward pass, in the order of the schema; the first `DIFFERENTIABLE` ones have
-    a gradient."""
+    """The arguments of a forward pass, in the order of the schema.
+
+    The first `DIFFERENTIABLE` fields get a gradient, and the first `TENSORS` fields are tensors.
+    """
 
     q: Tensor  # [B, Hq, Tq, D]
     k: Tensor  # [B, Hk, Tk, D]
@@ -45,12 +48,12 @@ class Inputs(NamedTuple):
 
     @property
     def mask(self) -> spec.Mask:
-        """The mask as an object."""
+        """The mask as a `Mask`."""
         return spec.Mask(self.causal, self.window, self.documents, self.key_padding)
 
     @staticmethod
     def of(call: Call) -> Inputs:
-        """Those of a call."""
+        """Return the arguments of a call."""
         mask, rope = call.mask, call.rope
         return Inputs(
             q=call.q,
@@ -80,21 +83,22 @@ _INPUTS = (
     "int? window, float eps, float scale"
 )
 
-# What `stats` of a forward pass takes.
+# The values of the argument `stats` of a forward operator.
 NONE, HEADS, ROWS = range(3)
 _WANTED: dict[StatsRequest, int] = {False: NONE, True: HEADS, "rows": ROWS}
 
 
 class Found(NamedTuple):
-    """The results of a forward pass. Statistics that are not asked for are empty.
+    """The results of a forward pass. Statistics that the call does not want are tensors of size 0.
 
     Attributes:
         out: `[B, Hq, Tq, Dv]` in v's dtype.
-        lse: what the backward pass wants to know of each row, in a form of the backend's own.
-        heads: `[4, Hq]`: max logit, sums of entropy, of its ratio and of the sink's mass.
-        counts: `[2]` int64: rows, and rows with two keys or more.
-        rows: `[3, B, Hq, Tq]`: max logit, log of the sum relative to it, entropy.
-        visible: keys of each row, `[1 or B, Tq]` int64.
+        lse: the log-sum-exp of each row, in whatever form the backend's backward pass reads it.
+        heads: `[4, Hq]`, which are the max logit and the sums of entropy, entropy ratio and sink mass.
+        counts: int64 `[2]`, the number of rows that count and of those with two keys or more.
+        rows: `[3, B, Hq, Tq]`, which are the max logit, the log of the sum relative to it, and the
+            entropy.
+        visible: int64 `[1 or B, Tq]`, the number of visible keys of each row.
     """
 
     out: Tensor
@@ -105,13 +109,13 @@ class Found(NamedTuple):
     visible: Tensor
 
 
-Grads = Iterable[Tensor | None]  # of the differentiable inputs, in their order
-Forward = Callable[[Inputs, int], Found]
-Backward = Callable[[Tensor, Tensor, Tensor, Inputs], Grads]  # of d_out, out, lse and the inputs
+Grads = Iterable[Tensor | None]  # the gradients of the differentiable inputs, in their order
+Forward = Callable[[Inputs, int], Found]  # takes the inputs and `stats`
+Backward = Callable[[Tensor, Tensor, Tensor, Inputs], Grads]  # takes d_out, out, lse and the inputs
 
 
 def empty_statistics(x: Inputs, stats: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Buffers for the last four of `Found`, of the right shapes and dtypes, not written."""
+    """Return unwritten buffers for the last four fields of `Found`, of the right shapes and dtypes."""
     B, Hq, Tq, _ = x.q.shape
     masked = x.documents is not None or x.key_padding is not None
     wide, device = spec.compute_dtype(x.q.dtype), x.q.device
@@ -130,10 +134,11 @@ def define(
     """Register the operators of a backend.
 
     Args:
-        name: of the backend.
-        keys: dispatch keys that they serve, such as "CPU".
-        forward, backward: the passes.
-        fake_lse: from `Inputs` to an empty tensor like the `lse` that `forward` returns.
+        name: name of the backend.
+        keys: dispatch keys of the operators, such as "CPU".
+        forward: the forward pass.
+        backward: the backward pass.
+        fake_lse: takes `Inputs` and returns an unwritten tensor like the `lse` that `forward` returns.
     """
 
     def run_forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -173,8 +178,10 @@ def define(
 
 
 def present(inputs: Iterable[Tensor | None], grads: Grads) -> tuple[Tensor, ...]:
-    """Gradients in the dtype of their inputs, of which the first is always there. An operator returns
-    tensors, so an empty one stands for none."""
+    """Return the gradients in the dtypes of their inputs, with an empty tensor in place of None.
+
+    An operator can return tensors only. The first input must not be None.
+    """
     pairs = list(zip(inputs, grads, strict=True))
     first = pairs[0][0]
     assert first is not None
@@ -184,12 +191,12 @@ def present(inputs: Iterable[Tensor | None], grads: Grads) -> tuple[Tensor, ...]
 
 
 def alike(inputs: Iterable[Tensor | None]) -> Grads:
-    """Unwritten gradients, for tracing."""
+    """Return unwritten gradients, for tracing."""
     return [None if x is None else x.new_empty(x.shape) for x in inputs]
 
 
 def run(name: str, x: Inputs, stats: StatsRequest) -> tuple[Tensor, Stats | None]:
-    """Call the operators of a backend: out, and the statistics if they are asked for."""
+    """Call the operators of a backend. Returns out `[B, Hq, Tq, Dv]`, and `Stats` or None."""
     found = Found(*_function(x)(name, _WANTED[stats], *x))
     if not stats:
         return found.out, None
@@ -216,8 +223,11 @@ def run(name: str, x: Inputs, stats: StatsRequest) -> tuple[Tensor, Stats | None
 
 
 def _function(x: Inputs) -> Callable[..., tuple[Tensor, ...]]:
-    """The autograd function; where a compiled graph needs no gradient, the operator alone, since dynamo
-    (torch 2.13) then calls the function's `forward` as if it had no `setup_context`."""
+    """Return the autograd function, or the operator alone in a compiled graph that needs no gradient.
+
+    In such a graph dynamo (torch 2.13) calls `forward` of an autograd function as if the class had no
+    `setup_context`, which fails.
+    """
     if torch.compiler.is_compiling():
         leaves = (t for t in x[:DIFFERENTIABLE] if isinstance(t, Tensor))
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in leaves)):
@@ -230,7 +240,7 @@ def _forward(name: str, stats: int, *inputs: Any) -> tuple[Tensor, ...]:
 
 
 class _Attention(torch.autograd.Function):
-    """A forward operator, and the backward operator as its derivative."""
+    """The forward operator of a backend, with the backward operator as its derivative."""
 
     generate_vmap_rule = True
 
@@ -256,9 +266,12 @@ class _Attention(torch.autograd.Function):
 
 
 def once(operator: Callable[..., Any], backend: str, *arguments: Any) -> tuple[Tensor, ...]:
-    """Call a backward operator. Where autograd may go on (`create_graph=True`, `torch.func.grad`) a
-    second derivative is refused when it is asked for, and never silently left out: torch's own
-    `once_differentiable` looks at d_out alone, and misses that dq depends on q."""
+    """Call a backward operator so that a second derivative raises an error.
+
+    Autograd may differentiate the result again (`create_graph=True`, `torch.func.grad`). That must not
+    silently give a wrong result. torch's `once_differentiable` is not enough: it raises only where d_out
+    needs a gradient, and misses that dq also depends on q.
+    """
     if torch.is_grad_enabled():
         return _Once.apply(operator, backend, *arguments)
     return operator(*arguments)

@@ -1,4 +1,4 @@
-"""Documents and padding as ids of tokens, as kernels compare them."""
+"""Documents and padding in the form that kernels compare: one integer id per token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor
 def token_ids(
     q: Tensor, k: Tensor, documents: Tensor | None, key_padding: Tensor | None
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """int64 ids `[B, Tq]` and `[B, Tk]`: a pair is visible if they are equal and not negative."""
+    """Return int64 ids of the queries `[B, Tq]` and of the keys `[B, Tk]`, or None twice if not needed.
+
+    As far as documents and padding go, a pair is visible if its two ids are equal and not negative.
+    """
     if documents is None and key_padding is None:
         return None, None
     B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]

@@ -18,7 +18,7 @@ from qknorm.spec import Mask
 
 
 def attention(call: Call) -> tuple[Tensor, Stats | None]:
-    """out, and the statistics if they are asked for."""
+    """Run a call. Returns out `[B, Hq, Tq, Dv]`, and `Stats` or None."""
     G = call.q.shape[1] // call.k.shape[1]
     wide = spec.compute_dtype(call.q.dtype)
     q_hat, k_hat = qk_norm_rope(
@@ -51,11 +51,19 @@ def attend(
     *,
     stats: bool,
 ) -> tuple[Tensor, Rows | None]:
-    """Masked softmax with a sink, from logits `[B, Hq, Tq, Tk]` and v `[B, Hq, Tk, Dv]`.
+    """Compute the masked softmax with a sink, and its product with the values.
 
     Args:
-        sink: logits that broadcast to `[B, Hq, Tq]`, added once to the denominator.
-        sink_value: `[Hq, Dv]`, weighted by the sink's probability.
+        logits: `[B, Hq, Tq, Tk]`.
+        v: `[B, Hq, Tk, Dv]`.
+        mask: which pairs are visible.
+        sink: logits of the sink, which broadcast to `[B, Hq, Tq]` and join the denominator once; or
+            None.
+        sink_value: `[Hq, Dv]`, which enters the output with the probability of the sink; or None.
+        stats: whether to return the statistics.
+
+    Returns:
+        out `[B, Hq, Tq, Dv]`, and `Rows` or None.
     """
     Tq, Tk = logits.shape[-2:]
     visible = mask.visible(Tq, Tk, logits.device)[:, None]
@@ -64,7 +72,8 @@ def attend(
     if sink is not None:
         sink = sink.expand(ceiling.shape)
         ceiling = torch.maximum(ceiling, sink.detach())
-    # A row that sees nothing has a ceiling of -inf: neutralise it before the softmax, not after.
+    # A row that sees no key has a ceiling of -inf. It is replaced before the softmax, since a NaN that
+    # is replaced afterwards would still enter the gradients.
     origin = torch.where(ceiling == -torch.inf, 0.0, ceiling)
     weight = (hidden_logits - origin[..., None]).exp()
     total = weight.sum(-1)
@@ -81,7 +90,7 @@ def attend(
 
 @torch.no_grad()
 def _rows(hidden_logits: Tensor, visible: Tensor, mask: Mask, sink: Tensor | None) -> Rows:
-    """The statistics, from one block of all keys."""
+    """Return the statistics of each row, computed from all keys as one block."""
     Tq, Tk = hidden_logits.shape[-2:]
     softmax = OnlineSoftmax(hidden_logits.new_empty(hidden_logits.shape[:-1]))
     softmax.add(hidden_logits.detach().clone())

@@ -1,20 +1,20 @@
-"""PyTorch's own flash kernels, made exact for sinks and linear in memory for every mask.
+"""The `stock` backend: PyTorch's own kernels, extended to sinks and to every mask with linear memory.
 
-A kernel that knows only plain and causal attention becomes this operator by two steps:
+The kernels know plain and causal attention only. Two steps extend them:
 
-* A mask that it does not know is cut into blocks of queries, each with the keys it may see and a
-  small additive mask. Nothing grows with T x T.
-* A sink needs no kernel of its own. Forward: `lse' = logaddexp(lse, sink)` and
-  `out' = out * exp(lse - lse')`, in fp32 until the one rounding at the end. (An out that is rounded
-  before would round back to itself where the sink is weak, and the gradient would lose the sink.)
-  Backward: the kernel's backward, called with out' and lse' in place of out and lse, computes
-  P = exp(s - lse') and delta = rowsum(dO * out'), which are those of the softmax with the sink, so its
-  dq, dk and dv are exact; and
+* For any other mask the queries are cut into blocks. Each block is computed against the keys that it may
+  see, with a small additive mask. No buffer of size T x T is made.
+* A sink is added after the kernel. In the forward pass `lse' = logaddexp(lse, sink)` and
+  `out' = out * exp(lse - lse')`, in fp32 until one rounding at the end. (Rounding out before would lose
+  a weak sink: out' would round to the same bits as out, and the gradient would miss the sink.)
+  In the backward pass the kernel gets out' and lse' in place of out and lse. It then computes
+  `P = exp(s - lse')` and `delta = rowsum(dO * out')`, which belong to the softmax with the sink, so its
+  dq, dk and dv are exact. The gradient of the sink is
   `d_sink = sum over rows of exp(sink - lse') * (rowsum(dO * sink_value) - delta)`.
 
-Norm and RoPE come before, in tensor code that autograd differentiates. The statistics are a pass of
-their own (`qknorm::logit_stats`): the kernels hide the maximum. So the output does not depend on
-whether anybody watches.
+Norm and RoPE come first, in tensor code that autograd differentiates. The statistics are a separate pass
+(`qknorm::logit_stats`), since the kernels do not return the maximum. So statistics do not change the
+output.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from qknorm.ops.norm_rope import qk_norm_rope
 from qknorm.ops.stats import Stats
 from qknorm.spec import Mask
 
-# Queries per block under a mask: large enough to keep the kernel busy, small enough for its mask.
+# Queries per block under a mask: enough to keep the kernel busy, few enough to keep the additive mask
+# small.
 ROWS = 256
 
 
 def attention(call: Call) -> tuple[Tensor, Stats | None]:
-    """out, and the statistics if they are asked for."""
+    """Run a call. Returns out `[B, Hq, Tq, Dv]`, and `Stats` or None."""
     q_hat, k_hat = qk_norm_rope(
         call.q, call.k, q_gain=call.q_gain, k_gain=call.k_gain, eps=call.eps, rope=call.rope
     )
@@ -59,8 +60,11 @@ BACKEND = Backend(
 
 
 def _pieces(mask: Mask, Tq: int, Tk: int) -> list[tuple[Span, bool, bool]]:
-    """Blocks of queries, each with whether the kernel's own causal mask serves and whether a mask is
-    needed at all."""
+    """Return blocks of queries, each with two flags.
+
+    The first flag says that the kernel's own causal mask is the right one, the second that the block
+    needs an additive mask.
+    """
     whole = Span(0, Tq, 0, Tk)
     if not hides_within(mask, Tq, Tk, whole):
         return [(whole, False, False)]
@@ -72,7 +76,10 @@ def _pieces(mask: Mask, Tq: int, Tk: int) -> list[tuple[Span, bool, bool]]:
 def _block_bias(
     mask: Mask, q: Tensor, Tk: int, span: Span, masked: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The additive mask of a block `[1 or B, 1, rows, keys]`, and which rows see a key."""
+    """Return the additive mask of a block and which rows see a key, or None twice if `masked` is False.
+
+    Their shapes are `[1 or B, 1, rows, keys]` and `[1 or B, 1, rows]`.
+    """
     if not masked:
         return None, None
     visible = mask.visible(q.shape[2], Tk, q.device, (span.q_lo, span.q_hi), (span.k_lo, span.k_hi))
@@ -81,7 +88,7 @@ def _block_bias(
 
 
 def _scaled(x: Inputs) -> Inputs:
-    """The kernel multiplies hidden scores, which are -inf, by the scale: 0 would make them NaN."""
+    """Replace a scale of 0 by zero queries, since the kernels would multiply hidden scores -inf by 0."""
     return x._replace(q=x.q * 0.0, scale=1.0) if is_zero(x.scale, x.q.dtype) else x
 
 
@@ -98,7 +105,8 @@ def _forward(given: Inputs, stats: int) -> Found:
     pieces = _pieces(mask, Tq, Tk)
     if min(Tq, Tk) > 0 and pieces[0][0] == Span(0, Tq, 0, Tk) and not pieces[0][2]:
         part, part_lse = flash_blocks.forward(q, k, v, None, pieces[0][1], scale)
-        out, lse, pieces = part.contiguous(), part_lse.to(wide).contiguous(), []  # one call, no copy
+        # One call covers everything, so its result need not be copied into a buffer.
+        out, lse, pieces = part.contiguous(), part_lse.to(wide).contiguous(), []
     for span, causal_kernel, masked in pieces:
         if span.k_lo == span.k_hi or span.q_lo == span.q_hi:
             continue
@@ -143,11 +151,12 @@ def _backward(d_out: Tensor, out: Tensor, lse: Tensor, given: Inputs) -> fused.G
     q, k, v, sink, scale, mask = x.q, x.k, x.v, x.sink, x.scale, x.mask
     Tq, Tk = q.shape[2], k.shape[2]
     wide = spec.compute_dtype(q.dtype)
-    # Every score of a row without a key is -inf: any finite lse gives P = 0, -inf would give NaN.
+    # All scores of a row that sees no key are -inf. Any finite lse gives P = 0, and an lse of -inf gives
+    # NaN.
     safe_lse = torch.where(lse == -torch.inf, 0.0, lse)
     pieces = _pieces(mask, Tq, Tk)
     dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    # Partial sums over blocks stay in fp32; one block needs none.
+    # Sums over several blocks are accumulated in fp32. A single block needs no sum.
     sum_dtype = q.dtype if len(pieces) == 1 else wide
     dk = torch.zeros(k.shape, dtype=sum_dtype, device=k.device)
     dv = torch.zeros(v.shape, dtype=sum_dtype, device=v.device)

@@ -1,7 +1,7 @@
-"""`torch.vmap` over the operators of a backend: examples become heads of one call.
+"""The rule of `torch.vmap` for the operators of a backend: the examples become heads of one call.
 
-Heads do not know of each other, so one call with N times as many heads is N calls. Only masks and rotary
-tables belong to the rows of the batch and not to heads: where those differ by example, so do the calls.
+Heads are independent, so one call with N times as many heads computes N calls. Masks and rotary tables
+have no axis of heads. If they differ by example, the operator is called once for each example.
 
 Shapes: N examples, B batch, H heads.
 """
@@ -17,16 +17,24 @@ from torch import Tensor
 # The axis of the heads in each input that has one, in the order of `fused.Inputs`.
 INPUT_HEADS = (1, 1, 1, 0, 0, -2, 0)
 _SHARED = slice(7, 11)  # cos, sin, documents, key_padding
-# The same for d_out, out and lse, and for out, lse, heads, counts, rows and visible of a forward pass.
+# The same axis in d_out, out and lse of a backward operator, and in the six results of a forward
+# operator: out, lse, heads, counts, rows and visible.
 SAVED_HEADS = (1, 1, -2)
 FOUND_HEADS = (1, -2, -1, None, 2, None)
 
 
 def rule(name: str, saved: int, result_heads: Sequence[int | None]) -> Callable[..., Any]:
-    """The rule for an operator on `saved` tensors of `SAVED_HEADS` and then the fields of `Inputs`."""
+    """Return the vmap rule of an operator.
+
+    Args:
+        name: name of the operator.
+        saved: number of tensors, as in `SAVED_HEADS`, that the operator takes before the fields of
+            `Inputs`.
+        result_heads: the axis of the heads in each result, None for a result without one.
+    """
 
     def operator(*arguments: Any) -> tuple[Tensor, ...]:
-        return getattr(torch.ops.qknorm, name)(*arguments)  # there may be a vmap around this one
+        return getattr(torch.ops.qknorm, name)(*arguments)  # dispatched again, as vmaps may be nested
 
     heads = (*SAVED_HEADS[:saved], *INPUT_HEADS)
 
@@ -55,7 +63,7 @@ def rule(name: str, saved: int, result_heads: Sequence[int | None]) -> Callable[
 
 
 def _fold(x: Tensor | None, dim: int | None, axis: int, N: int) -> Tensor | None:
-    """Examples in front of the heads."""
+    """Merge the axis of the examples into that of the heads, with the examples outermost."""
     if x is None:
         return None
     x = x.expand(N, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -64,7 +72,11 @@ def _fold(x: Tensor | None, dim: int | None, axis: int, N: int) -> Tensor | None
 
 
 def _unfold(x: Tensor, axis: int | None, N: int) -> tuple[Tensor, int | None]:
-    """Examples as an axis of their own, and which. A single axis is that of a result not asked for."""
+    """Split the axis of the examples off that of the heads. Returns the result and the new axis.
+
+    A result without heads is the same for all examples, and a statistic with one axis is an empty one.
+    Both are returned as they are, with the axis None.
+    """
     if axis is None or x.dim() == 1:
         return x, None
     axis = axis % x.dim()

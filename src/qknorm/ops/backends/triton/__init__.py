@@ -1,7 +1,8 @@
-"""Norm, RoPE, attention and statistics in Triton kernels for NVIDIA, forward and backward.
+"""The `triton` backend: norm, RoPE, attention and statistics in Triton kernels for NVIDIA GPUs.
 
-`tiles` holds the sizes, `problem` is a call as the kernels take it, `launch` runs it, `op` registers
-the operators, `kernels` are the kernels. Nothing here imports Triton before a call needs it.
+`op` registers the operators, `problem` prepares the arguments of a call for the kernels, `launch`
+launches the kernels, `tiles` holds their tile sizes, and `kernels` contains them. Triton is imported
+only when a call needs it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from qknorm.ops.backends.triton.op import prepare as prepare
 from qknorm.ops.backends.triton.tiles import MAX_WIDTH
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_GRID = 65_535  # second and third axis of a launch; norm and RoPE run the heads of q and k in one
+# The largest second or third axis of a launch grid. Norm and RoPE have the heads of q and of k on one
+# axis.
+MAX_GRID = 65_535
 
 
 def interprets() -> bool:
-    """Whether Triton's interpreter runs the kernels, on any device."""
+    """Whether Triton's interpreter runs the kernels. It supports any device."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -37,7 +40,7 @@ def _capability() -> tuple[int, int]:
 
 
 def refuses(case: Case) -> str | None:
-    """What it cannot do in this case, or None."""
+    """Return what the backend does not support about this case, or None."""
     if case.device != "cuda" and not interprets():
         return f"tensors on {case.device}"
     if not _is_installed():
@@ -51,7 +54,7 @@ def refuses(case: Case) -> str | None:
     if max(case.head_dim, case.value_dim) > MAX_WIDTH:
         return f"heads wider than {MAX_WIDTH}"
     if max(case.batch, 2 * case.heads) > MAX_GRID:
-        return f"more than {MAX_GRID} rows of a batch or heads"
+        return f"a batch larger than {MAX_GRID} or more than {MAX_GRID // 2} heads"
     if case.sink_by_row:
         return "sinks whose logit differs by query"
     return "a scale of 0" if case.zero_scale else refuses_derivatives(case)

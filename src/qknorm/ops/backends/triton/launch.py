@@ -1,6 +1,6 @@
-"""From tensors to launches. Nothing here waits for the device, and grids depend on shapes alone.
+"""Functions that launch the kernels. None of them waits for the device, and grids depend on shapes only.
 
-Shapes: q [B, Hq, Tq, D]; k [B, Hk, Tk, D]; v [B, Hk, Tk, V]; any strides with a last one of 1.
+Shapes: q [B, Hq, Tq, D]; k [B, Hk, Tk, D]; v [B, Hk, Tk, V]. The stride of the last axis is 1.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], tiles: t.Tiles, *args: Any, **constants: Any) -> None:
-    """On the device of the first argument, a tensor, which need not be the current one. FP fusion by
-    name: its default changes between releases of Triton."""
+    """Launch a kernel on the device of its first tensor argument, which may not be the current device.
+
+    enable_fp_fusion is set explicitly, because its default differs between releases of Triton.
+    """
     device = args[0].device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[grid](
@@ -50,7 +52,11 @@ def _launch(kernel: Any, grid: tuple[int, ...], tiles: t.Tiles, *args: Any, **co
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer has to be something, also where a constant keeps it from being read."""
+    """Return x, or `other` if x is None.
+
+    A kernel needs a tensor for every pointer argument, even for one that its constants keep it from
+    reading.
+    """
     return other if x is None else x
 
 
@@ -62,7 +68,7 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def prepare(p: Problem, *, with_q: bool = True) -> Problem:
-    """The same problem with q and k normalised and rotated, once; `with_q` False leaves q raw."""
+    """Return the problem with q and k normalised and rotated, or with k only if `with_q` is False."""
     needs_k = p.k_gain is not None or p.cos is not None
     needs_q = with_q and (p.q_gain is not None or p.cos is not None)
     q_hat = p.q.new_empty(p.q.shape) if needs_q else p.q
@@ -93,7 +99,7 @@ def _prepare(p: Problem, q_hat: Tensor | None, k_hat: Tensor | None) -> None:
 def unprepare(
     p: Problem, dq_hat: Tensor, dk_hat: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k and both gains from those of q_hat and k_hat (contiguous)."""
+    """Return the gradients of q, k and both gains, given those of q_hat and k_hat (contiguous)."""
     if p.is_prepared():
         return dq_hat, dk_hat, None, None
     B, Hq, Hk, Tq, Tk, D, _ = p.sizes
@@ -120,7 +126,7 @@ def unprepare(
 
 
 def _ranges(own: Tensor, other: Tensor, block: int) -> Tensor:
-    """int32 `[B, tiles, 2]`, see `tile_ranges`."""
+    """Return the ranges that the kernel `tile_ranges` computes, int32 `[B, tiles, 2]`."""
     B, T = own.shape
     count = _cdiv(T, block)
     ranges = torch.empty(B, count, 2, dtype=torch.int32, device=own.device)
@@ -139,7 +145,7 @@ def _query_ranges(p: Problem, block: int) -> Tensor | None:
 
 
 def _signed_counts(p: Problem, tokens: Tensor | None = None) -> Tensor:
-    """int32 `[B, Tq]`, see `visible_keys`."""
+    """Return the signed counts that the kernel `visible_keys` computes, int32 `[B, Tq]`."""
     assert p.query_ids is not None
     assert p.key_ids is not None
     B, _, _, Tq, Tk, *_ = p.sizes
@@ -156,7 +162,7 @@ def _signed_counts(p: Problem, tokens: Tensor | None = None) -> Tensor:
 
 
 def _counts_by_position(p: Problem, tokens: Tensor | None = None) -> Tensor:
-    """Visible keys int32 `[1, Tq]` where ids hide nothing."""
+    """Return the number of visible keys of each row, int32 `[1, Tq]`, for a mask without ids."""
     Tq, Tk = p.q.shape[2], p.k.shape[2]
     token = torch.arange(Tk - Tq, Tk, device=p.q.device, dtype=torch.int32)
     token = token if tokens is None else tokens.int()
@@ -170,7 +176,13 @@ def _counts_by_position(p: Problem, tokens: Tensor | None = None) -> Tensor:
 
 
 class _Wanted:
-    """Buffers of the statistics of one call, and what becomes of them."""
+    """The buffers into which kernels write the statistics of one call.
+
+    Args:
+        p: the call.
+        parts: the number of programs that write partial results for each head.
+        stats: NONE, HEADS or ROWS.
+    """
 
     def __init__(self, p: Problem, parts: int, stats: int) -> None:
         self.p, self.stats = p, stats
@@ -181,7 +193,7 @@ class _Wanted:
         self.rows = make((3, B, Hq, Tq) if stats == ROWS else 0, dtype=torch.float32)
 
     def finish(self, out: Tensor, lse: Tensor) -> Found:
-        """Add the parts in their order."""
+        """Reduce the partial results in a fixed order, and return all results of the call."""
         p, wants_rows = self.p, self.stats == ROWS
         if self.stats == NONE:
             nothing = self.heads.new_empty(0, dtype=torch.int64)
@@ -200,7 +212,10 @@ class _Wanted:
 
 
 def _counted_by_position(p: Problem) -> Tensor | None:
-    """Rows that see a key and rows that see two, int64 `[2]`, where that follows from the sizes."""
+    """Return the number of rows with one key or more and with two or more, int64 `[2]`.
+
+    The result is None if the numbers do not follow from the sizes by a simple formula.
+    """
     if p.window is not None and not (p.causal and p.window > 1):
         return None
     B, _, _, Tq, Tk, *_ = p.sizes
@@ -209,7 +224,7 @@ def _counted_by_position(p: Problem) -> Tensor | None:
         rows = Tq if Tk >= least else 0
         if p.causal:
             rows = min(rows, max(0, Tk - least + 1))
-        counts[i].fill_(B * rows)  # a kernel, where a copy from the host would wait
+        counts[i].fill_(B * rows)  # fill_ launches a kernel; a copy from the host would wait
     return counts
 
 
@@ -217,7 +232,11 @@ def _counted_by_position(p: Problem) -> Tensor | None:
 
 
 def forward(p: Problem, stats: int) -> Found:
-    """out `[B, Hq, Tq, V]` and lse `[2, B, Hq, Tq]` (exponent and log2 of the sum, with the sink)."""
+    """Run the forward pass.
+
+    Its results are out `[B, Hq, Tq, V]`, lse `[2, B, Hq, Tq]` and the statistics. The two parts of lse
+    are an exponent and the log2 of the sum relative to it, with the sink.
+    """
     B, Hq, Hk, Tq, Tk, D, V = p.sizes
     out = p.q.new_empty(B, Hq, Tq, V)
     lse = p.q.new_empty(2, B, Hq, Tq, dtype=torch.float32)
@@ -248,7 +267,7 @@ def forward(p: Problem, stats: int) -> Found:
 
 
 def _without_pairs(p: Problem, out: Tensor, lse: Tensor, stats: int) -> Found:
-    """No query or no key: every row is empty."""
+    """Return the results of a call without queries or without keys, where no row sees a key."""
     out.zero_()
     lse.zero_()
     if p.sink is not None:
@@ -266,7 +285,7 @@ def _without_pairs(p: Problem, out: Tensor, lse: Tensor, stats: int) -> Found:
 
 
 def _decode(p: Problem, out: Tensor, lse: Tensor, stats: int) -> Found:
-    """Few queries and many keys, see kernels/decode.py."""
+    """Run the forward pass for few queries and many keys, see kernels/decode.py."""
     B, Hq, Hk, Tq, Tk, D, V = p.sizes
     tiles = p.tiles("decode")
     splits = min(_cdiv(Tk, t.DECODE_KEYS), t.MAX_SPLITS)
@@ -296,7 +315,7 @@ def _decode(p: Problem, out: Tensor, lse: Tensor, stats: int) -> Found:
 def backward(
     p: Problem, d_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v, both gains and the sink."""
+    """Return the gradients of q, k, v, both gains and the sink."""
     B, Hq, Hk, Tq, Tk, D, V = p.sizes
     dq, dk, dv = (x.new_empty(x.shape) for x in (p.q, p.k, p.v))
     if Tk == 0 or lse.numel() == 0:
@@ -353,7 +372,7 @@ def logit_stats(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """See `qknorm.ops.logit_stats.rows_by_stream`."""
+    """Compute the operator `qknorm::logit_stats`, see `qknorm.ops.logit_stats.rows_by_stream`."""
     p = Problem.of(
         Inputs(
             q, k, k, documents=documents, key_padding=key_padding,
@@ -382,20 +401,20 @@ def logit_stats(
     visible = torch.where(signed < 0, -1 - signed, signed).long()
     first_key = _first_keys(p, visible, tokens)
     first_logit = _logits_of(p, first_key).masked_fill(visible[:, None] == 0, -torch.inf)
-    # An operator returns no views of one buffer.
+    # The results of an operator may not share memory.
     return *(x.clone() for x in rows), first_logit, visible, first_key
 
 
 def _first_keys(p: Problem, visible: Tensor, tokens: Tensor | None) -> Tensor:
-    """The first key that each query sees, int64 `[1 or B, Tq]`; 0 where it sees none."""
+    """Return the index of the first visible key of each query, int64 `[1 or B, Tq]`; 0 if none is."""
     Tq, Tk = p.q.shape[2], p.k.shape[2]
     token = torch.arange(Tk - Tq, Tk, device=p.q.device) if tokens is None else tokens
     first = (
         token.new_zeros(1, len(token)) if p.window is None else (token - p.window + 1).clamp(min=0)[None]
     )
     if p.key_ids is not None and p.query_ids is not None:
-        # Keys in the order of their ids, then of their positions; ids as ranks, so that rank * Tk + key
-        # is one number that ascends, in which the first key not before `first` is found by bisection.
+        # The keys are sorted by id and then by position, and each id is replaced by its rank. Then
+        # rank * Tk + key ascends, and bisection finds the first key of an id that is not before `first`.
         order = p.key_ids.argsort(dim=1, stable=True)
         ascending = p.key_ids.gather(1, order)
         rank = torch.nn.functional.pad((ascending[:, 1:] != ascending[:, :-1]).cumsum(1), (1, 0))
@@ -407,7 +426,7 @@ def _first_keys(p: Problem, visible: Tensor, tokens: Tensor | None) -> Tensor:
 
 
 def _logits_of(p: Problem, key: Tensor) -> Tensor:
-    """The logits `[B, Hq, Tq]` of one key for each query, fp32."""
+    """Return the logits of one given key for each query, fp32 `[B, Hq, Tq]`."""
     B, Hq, Hk, Tq, _, D, _ = p.sizes
     chosen = p.k.float().gather(2, key.expand(B, Tq)[:, None, :, None].expand(B, Hk, Tq, D))
     q = p.q.float().view(B, Hk, Hq // Hk, Tq, D)

@@ -1,6 +1,6 @@
-"""The operators `qknorm::triton_*`, by which a call reaches the kernels.
+"""The operators `qknorm::triton_*`, through which a call reaches the kernels.
 
-On a CPU the interpreter runs them.
+They are registered for CUDA, and for the CPU, where Triton's interpreter runs the kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEYS = ("CUDA", "CPU")
 
 
 def attention(call: Call) -> tuple[Tensor, Stats | None]:
-    """out, and the statistics if they are asked for."""
+    """Run a call. Returns out `[B, Hq, Tq, Dv]`, and `Stats` or None."""
     return fused.run("triton", Inputs.of(call), call.stats)
 
 
@@ -54,7 +54,7 @@ _PREPARED = (
 
 
 def prepare(call: Call) -> tuple[Tensor, Tensor]:
-    """q and k, normalised, rotated and rounded once; differentiable."""
+    """Return q and k after the norm and RoPE, rounded once and differentiable."""
     rope = call.rope
     if call.q_gain is None and call.k_gain is None and rope is None:
         return call.q, call.k
@@ -100,7 +100,7 @@ def _prepare(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fresh(x: Tensor, given: Tensor) -> Tensor:
-    """An operator returns no input of its own."""
+    """Return x, or a copy if it is the input `given`. An operator may not return one of its inputs."""
     return x.clone(memory_format=torch.contiguous_format) if x is given else x
 
 
@@ -126,7 +126,7 @@ registry.define(
 )
 
 
-# -- the statistics alone: the CUDA side of an operator that is defined in qknorm.ops.logit_stats
+# -- the statistics alone: the CUDA kernel of the operator that qknorm.ops.logit_stats defines
 
 
 def _logit_stats(q: Tensor, k: Tensor, *options: Any) -> tuple[Tensor, ...]:

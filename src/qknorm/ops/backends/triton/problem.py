@@ -1,6 +1,6 @@
-"""A call as the kernels take it.
+"""`Problem`: the arguments of a call in the form that the kernels read.
 
-Shapes: q [B, Hq, Tq, D]; k [B, Hk, Tk, D]; v [B, Hk, Tk, V]; any strides with a last one of 1.
+Shapes: q [B, Hq, Tq, D]; k [B, Hk, Tk, D]; v [B, Hk, Tk, V]. The stride of the last axis is 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOG2E = math.log2(math.e)
 
 @functools.cache
 def _architecture(device: torch.device) -> int:
-    """Of the interpreter: any."""
+    """Return the architecture whose tile sizes fit a device. The interpreter can use those of any."""
     if device.type != "cuda":
         return 90
     return t.architecture(torch.cuda.get_device_capability(device))
@@ -30,7 +30,11 @@ def _architecture(device: torch.device) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A call as the kernels take it: unit last strides, fp32 gains and tables, ids."""
+    """The arguments of a call in the form that the kernels read.
+
+    The last strides of q, k and v are 1. Gains, sinks and rotary tables are fp32 and contiguous.
+    Documents and padding are ids, see `token_ids`.
+    """
 
     q: Tensor
     k: Tensor
@@ -50,7 +54,7 @@ class Problem:
 
     @staticmethod
     def of(x: Inputs) -> Problem:
-        """From the arguments of the operators."""
+        """Return the problem for the arguments of an operator."""
         cos, sin, layout = x.cos, x.sin, x.layout
         if cos is not None and cos.shape[-1] == 0:
             cos = sin = layout = None
@@ -72,7 +76,7 @@ class Problem:
             key_ids=key_ids,
             layout=layout,
             causal=x.causal,
-            # A window past both ends is as good as one that just covers them, and cannot overflow.
+            # A window of this size hides nothing. A larger one could overflow int32 in the kernels.
             window=None if x.window is None else min(x.window, x.q.shape[2] + x.k.shape[2]),
             eps=x.eps,
             scale=x.scale,
@@ -87,7 +91,7 @@ class Problem:
 
     @property
     def mask(self) -> dict[str, Any]:
-        """What every kernel of attention takes of it."""
+        """The constants of the mask that every attention kernel takes."""
         return {
             "CAUSAL": self.causal,
             "WINDOW": self.window is not None,
@@ -96,40 +100,40 @@ class Problem:
 
     @property
     def rotary_width(self) -> int:
-        """R; 2 without RoPE, which nothing reads."""
+        """The rotary width R. Without RoPE it is 2, and no kernel uses it."""
         return 2 if self.cos is None else 2 * self.cos.shape[-1]
 
     @property
     def log2_scale(self) -> float:
-        """c with its sign."""
+        """scale * log2(e), with its sign."""
         return self.scale * LOG2E
 
     @property
     def rows_of_batch(self) -> int:
-        """1 where every row of the batch has the same mask, else B."""
+        """1 if all batch entries have the same mask, else B."""
         return 1 if self.key_ids is None else self.q.shape[0]
 
     def is_prepared(self) -> bool:
-        """Whether q and k are what is multiplied."""
+        """Whether q and k need neither norm nor RoPE before they are multiplied."""
         return self.q_gain is None and self.k_gain is None and self.cos is None
 
     def tiles(self, kernel: str) -> t.Tiles:
-        """The tile sizes of a kernel for it."""
+        """Return the tile sizes of a kernel for this problem."""
         width = max(self.q.shape[-1], self.v.shape[-1])
         is_fp32 = self.q.dtype == torch.float32
         return t.tiles(kernel, width, is_fp32=is_fp32, architecture=_architecture(self.q.device))
 
     def blocks(self) -> dict[str, int]:
-        """Rounded widths."""
+        """Return the widths D and V, rounded up to the widths of tiles."""
         return {"BLOCK_D": t.block(self.q.shape[-1]), "BLOCK_V": t.block(self.v.shape[-1])}
 
     def rope_stride(self) -> int:
-        """From one row of the batch to the next, of cos and sin."""
+        """Return the stride of cos and sin along the batch; 0 if all batch entries share the table."""
         if self.cos is None or self.cos.dim() == 2 or self.cos.shape[0] == 1:
             return 0
         return self.cos.stride(0)
 
 
 def readable(x: Tensor) -> Tensor:
-    """Unit last stride, and offsets within a tile that fit 32 bits."""
+    """Return x, copied if its last stride is not 1 or if offsets within a tile might exceed 32 bits."""
     return x if x.stride(-1) == 1 and x.stride(2) < 2**24 else x.contiguous()

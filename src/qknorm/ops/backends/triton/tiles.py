@@ -1,5 +1,7 @@
-"""Tile sizes, warps and pipeline stages: one table, read when a kernel is launched and when it is
-compiled ahead of time for its budget. Nothing is tuned in the user's process.
+"""The table of tile sizes, warps and pipeline stages of the kernels.
+
+It is read when a kernel is launched, and by the test that compiles the kernels ahead of time and checks
+their registers. Nothing is tuned in the user's process.
 """
 
 from __future__ import annotations
@@ -9,9 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows and keys of a tile, warps of a program, stages of the software pipeline; whether a backward
-    kernel has a loop of its own, without masks, for blocks that are visible as a whole: it saves integer
-    work and costs registers."""
+    """The launch sizes of one kernel.
+
+    Attributes:
+        rows: rows of a tile.
+        keys: keys of a tile.
+        warps: warps of a program.
+        stages: stages of the software pipeline.
+        full_loop: whether a backward kernel has a separate loop without masks for blocks that are
+            visible as a whole. That saves integer arithmetic and costs registers.
+    """
 
     rows: int
     keys: int
@@ -20,8 +29,9 @@ class Tiles:
     full_loop: bool = True
 
 
-# By kernel and rounded width. Half precision, as sm_90 wants it; where another architecture spills, its
-# own sizes below; then fp32, whose products run on no tensor core.
+# The sizes by kernel and rounded width. The first table is for half precision on sm_90. The second has
+# the entries of other architectures on which those sizes would spill registers. The third is for fp32,
+# whose products do not run on tensor cores.
 _HALF: dict[str, dict[int, Tiles]] = {
     "forward": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)},
     "dq": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 2, False)},
@@ -64,28 +74,31 @@ _FP32: dict[str, dict[int, Tiles]] = {
     "prep": {64: Tiles(64, 0, 4, 1), 128: Tiles(32, 0, 4, 1), 256: Tiles(16, 0, 4, 1)},
 }
 MAX_WIDTH = 256
-# Rows of a decoding tile, G * Tq at most; above it the forward kernel serves.
+# The largest number of rows G * Tq for which the decoding kernels are used instead of the forward
+# kernel.
 DECODE_ROWS = 16
-# Keys that one program of a split reads; splits beyond MAX_SPLITS read more.
+# The number of keys in a split. Splits have more keys if there would be more than MAX_SPLITS of them.
 DECODE_KEYS = 512
 MAX_SPLITS = 64
-# Tokens per program that looks for the ids of a tile at once.
+# The number of tokens whose ids the kernel `tile_ranges` reads at once.
 ID_CHUNK = 1024
 
 
 def block(width: int) -> int:
-    """A power of 2 that holds it, at least 16: what a tensor core multiplies."""
+    """Return the smallest power of 2 that holds `width`, at least 16, as tensor cores require."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def architecture(capability: tuple[int, int]) -> int:
-    """The one of 80, 90 and 100 whose sizes serve a device of this compute capability. Consumer cards of
-    generation 12 have the shared memory and the tensor cores of generation 8."""
+    """Return 80, 90 or 100, the architecture whose tile sizes fit a device of this compute capability.
+
+    Consumer cards of generation 12 have the shared memory and the tensor cores of generation 8.
+    """
     return {9: 90, 10: 100, 11: 100}.get(capability[0], 80)
 
 
 def tiles(kernel: str, width: int, *, is_fp32: bool, architecture: int) -> Tiles:
-    """Those of a kernel for heads of this width (the larger of D and V)."""
+    """Return the sizes of a kernel for heads of this width (the larger of D and V)."""
     rounded = max(64, block(width))
     if is_fp32:
         return _FP32[kernel][rounded]

@@ -1,9 +1,11 @@
-"""Triton kernels. One legend for all of them.
+"""Triton kernels. This legend holds for all of them.
 
-Shapes: B batch, T tokens (Tq, Tk), H heads (Hq, Hk, G = Hq / Hk), D head width, V value width,
-R rotary width; M rows and N keys of a tile. Pointers carry the name of the tensor, `_s` its strides
-(b, h, t; the last axis has stride 1), `_ptr` a tensor that is contiguous.
+Sizes: B batch, T tokens (Tq, Tk), H heads (Hq, Hk, G = Hq / Hk), D head width, V value width, R rotary
+width; M rows and N keys of a tile.
 
-Logits inside are in units of log2: c = |scale| * log2(e), so that exp is exp2. Offsets within a tile
-are int32; what is added per batch row, head and tile is int64.
+Pointers: `x` points to a tensor with any strides, which are `x_sb`, `x_sh` and `x_st` for batch, head
+and token (the last axis has stride 1). `x_ptr` points to a contiguous tensor.
+
+Logits inside the kernels are in units of log2, with c = |scale| * log2(e), so that exp becomes exp2.
+Offsets within a tile are int32. The offsets of batch entries, heads and tiles are int64.
 """

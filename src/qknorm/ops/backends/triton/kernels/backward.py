@@ -1,7 +1,8 @@
-"""Attention, backward, without atomics: a pass for dQ and a pass in which each key head owns its dK, dV.
+"""The backward pass of attention, without atomics: one pass for dQ, and one for dK and dV.
 
-Both compute P = exp2(s - lse) again. delta = rowsum(dO * O) is that of the softmax with the sink, so
-the sink changes nothing here.
+In the second pass one program adds up dK and dV of a tile of keys over all query heads of its key head.
+Both passes compute P = exp2(s - lse) again. Since lse and delta = rowsum(dO * O) include the sink,
+neither pass has to know about it.
 """
 
 # mypy: ignore-errors
@@ -30,7 +31,10 @@ def delta_and_sink(
     Hq, Tq,
     V: tl.constexpr, SINK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """delta of each row; d_sink = -sum exp(sink - lse) delta, per tile."""
+    """Compute delta of each row and, for each tile, d_sink = -sum exp(sink - lse) delta.
+
+    Grid: (tiles of queries, Hq, B).
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     tile = tl.program_id(0)
     h = tl.program_id(1)
@@ -62,7 +66,7 @@ def dq_block(
     D: tl.constexpr, V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys of one block give to dq `[M, D]`, not scaled."""
+    """Add the contribution of one block of keys to dq `[M, D]`, which is not scaled yet."""
     keys = start + tl.arange(0, BLOCK_N)
     own = tl.arange(0, BLOCK_N)
     d_cols = tl.arange(0, BLOCK_D)
@@ -93,13 +97,13 @@ def attention_dq(
     v, v_sb, v_sh, v_st,
     lse_ptr, delta_ptr, query_ids_ptr, key_ids_ptr, ranges_ptr,
     dq_ptr,  # [B, Hq, Tq, D]
-    Hq, Hk, Tq, Tk, window, scale, c,  # c = scale * log2(e), here with its sign
+    Hq, Hk, Tq, Tk, window, scale, c,  # here c = scale * log2(e) has the sign of scale
     D: tl.constexpr, V: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     FULL_LOOP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of q_hat; q and k are normalised and rotated already."""
+    """Compute the gradient of q_hat from q_hat and k_hat. Grid: (tiles of queries, Hq, B)."""
     tiles = tl.num_programs(0)
     tile = tiles - 1 - tl.program_id(0)
     h = tl.program_id(1)
@@ -166,8 +170,11 @@ def dkdv_block(
     D: tl.constexpr, V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries of one tile of one head give to dk (not scaled) and dv. Scores stand
-    transposed, `[N, M]`, so that P and dS enter their products as they are."""
+    """Add the contribution of one tile of queries of one head to dk (not scaled yet) and dv.
+
+    The scores are computed transposed, `[N, M]`, so P and dS need no transposition before their
+    products.
+    """
     own = tl.arange(0, BLOCK_M)
     rows = start + own
     is_row = rows < Tq
@@ -211,8 +218,11 @@ def attention_dkdv(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     FULL_LOOP: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of k_hat and v: one program per tile of keys of one key head, over its G heads."""
-    tile = tl.program_id(0)  # the first tiles have the most queries under a causal mask
+    """Compute the gradients of k_hat and v, summed over the G query heads of a key head.
+
+    Grid: (tiles of keys, Hk, B).
+    """
+    tile = tl.program_id(0)  # under a causal mask the first tiles have the most queries, and start first
     kh = tl.program_id(1)
     b = tl.program_id(2)
     G = Hq // Hk
@@ -232,7 +242,7 @@ def attention_dkdv(
     last = tl.minimum(start + BLOCK_N, Tk) - 1
     lo, hi = query_range(start, last, shift, Tq, window, CAUSAL, WINDOW)
     full_lo, full_hi = full_query_range(start, last, shift, Tq, window, CAUSAL, WINDOW)
-    # A tile that hangs over the last key has no full part: its surplus keys must stay hidden.
+    # A tile that extends past the last key has no full part, since its surplus keys must stay hidden.
     full_hi = tl.where(start + BLOCK_N > Tk, 0, full_hi)
     key_id = 0
     if IDS:

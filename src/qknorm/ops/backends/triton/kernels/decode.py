@@ -1,6 +1,6 @@
-"""Attention for few queries and a long cache: the keys are split, then the parts are put together.
+"""Attention for few queries and a long cache: programs share the keys, and the parts are merged.
 
-The G query heads of a key head fill the rows of one tile, so that K and V are read once for all.
+The G query heads of a key head share one tile, so K and V are read once for all of them.
 """
 
 # mypy: ignore-errors
@@ -27,7 +27,10 @@ def decode_split(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Programs (split, Hk, b). Row r is query r % Tq of head r // Tq of the group."""
+    """Attend to the keys of one split. Grid: (splits, Hk, B).
+
+    Row r of the tile is query r % Tq of head r // Tq of the group.
+    """
     split = tl.program_id(0)
     kh = tl.program_id(1)
     b = tl.program_id(2)
@@ -50,7 +53,8 @@ def decode_split(
     last = split * 0 + Tk - 1
     lo, hi = key_range(first, last, Tk, window, CAUSAL, WINDOW)
     full_lo, full_hi = full_key_range(first, last, Tk, window, CAUSAL, WINDOW)
-    # Whole blocks, as keys_per_split is: a block that began in another split would be counted twice.
+    # Rounded to whole blocks, as keys_per_split is. A block that begins in another split would count
+    # twice.
     lo = tl.maximum(lo // BLOCK_N * BLOCK_N, split * keys_per_split)
     hi = tl.maximum(lo, tl.minimum(hi, (split + 1) * keys_per_split))
     query_id = 0
@@ -85,7 +89,7 @@ def decode_merge(
     BLOCK_T: tl.constexpr,  # Tq rounded up
     SPLIT_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Programs (Hq, b): the queries of one head, over the splits in their order."""
+    """Merge the splits of the queries of one head, in a fixed order. Grid: (Hq, B)."""
     h = tl.program_id(0)
     b = tl.program_id(1)
     G = Hq // Hk

@@ -1,6 +1,7 @@
-"""Documents and padding as ids: which keys (or queries) a tile can meet, and how many each row sees.
+"""Kernels for documents and padding: which keys a tile may see, and how many keys each row sees.
 
-A pair is visible only if the ids are equal and not negative. Ids may come in any order.
+Documents and padding are given as ids of tokens. A pair is visible only if its ids are equal and not
+negative. The ids may come in any order.
 """
 
 # mypy: ignore-errors
@@ -16,8 +17,12 @@ from qknorm.ops.backends.triton.kernels.tiles import key_range, visible_pairs
 def tile_ranges(
     own_ids_ptr, other_ids_ptr, ranges_ptr, own_T, other_T, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """For a tile of own tokens the range `[lo, hi)` of the others whose id lies between its smallest
-    and its largest; `[0, 0)` if there is none."""
+    """Find the other tokens that may be visible to a tile of tokens. Grid: (tiles, B).
+
+    The result is the smallest range `[lo, hi)` that holds all other tokens whose id lies between the
+    smallest and the largest id of the tile; `[0, 0)` if there are none. For tiles of queries the other
+    tokens are keys, and for tiles of keys they are queries.
+    """
     tile = tl.program_id(0)
     b64 = tl.program_id(1).to(tl.int64)
     at = tile * BLOCK + tl.arange(0, BLOCK)
@@ -45,7 +50,10 @@ def visible_keys(
     SAMPLED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Visible keys of each row, int32 `[B, Tq]`; n as -1 - n where the row's own token is padding."""
+    """Count the visible keys of each row, int32 `[B, Tq]`. Grid: (tiles, B).
+
+    A count n is stored as -1 - n if the row's own token is padding.
+    """
     tiles = tl.num_programs(0)
     tile = tl.program_id(0)
     b64 = tl.program_id(1).to(tl.int64)
@@ -70,7 +78,7 @@ def visible_keys(
         key_id = tl.load(key_ids_ptr + b64 * Tk + keys, mask=keys < Tk, other=-1)
         seen = visible_pairs(token, keys, query_id, key_id, Tk, window, CAUSAL, WINDOW, True)
         count += tl.sum(seen.to(tl.int32), 1)
-    # With Tq > Tk the first queries have no token of their own among the keys.
+    # If Tq > Tk, the tokens of the first queries are not among the keys.
     own_id = tl.load(key_ids_ptr + b64 * Tk + token, mask=is_row & (token >= 0), other=0)
     count = tl.where(own_id < 0, -1 - count, count)
     tl.store(counts_ptr + b64 * Tq + rows, count, mask=is_row)

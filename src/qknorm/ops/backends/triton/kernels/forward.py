@@ -1,4 +1,4 @@
-"""Attention, forward: one program per tile of queries of one head."""
+"""The forward pass of attention. One program computes one tile of queries of one head."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -16,7 +16,7 @@ def attention_forward(
     q, q_sb, q_sh, q_st,
     k, k_sb, k_sh, k_st,
     v, v_sb, v_sh, v_st,
-    gain_ptr, cos_ptr, sin_ptr, rope_sb,  # of q, where it is normalised here; cos at its first token
+    gain_ptr, cos_ptr, sin_ptr, rope_sb,  # of q, if it is normalised here; cos at the first query
     sink_ptr,  # [Hq]
     query_ids_ptr, key_ids_ptr,  # [B, Tq], [B, Tk]
     ranges_ptr,  # [B, tiles, 2]: keys whose ids may occur in the tile
@@ -31,8 +31,12 @@ def attention_forward(
     STATS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """See the package for the legend. scale is |scale|; NEGATIVE turns q around instead."""
-    # The last tiles have the most keys under a causal mask: they start first.
+    """Compute out, lse and the statistics. Grid: (tiles of queries, Hq, B).
+
+    scale is the absolute value of the scale. NEGATIVE says that it is negative, and then q changes its
+    sign.
+    """
+    # Under a causal mask the last tiles have the most keys, so they start first.
     tiles = tl.num_programs(0)
     tile = tiles - 1 - tl.program_id(0)
     h = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""The statistics alone: q_hat and k_hat are read once, V never."""
+"""The statistics alone, without the product with V."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qknorm.ops.backends.triton.kernels.tiles import key_blocks, load_tile
 def logit_stats_rows(
     q, q_sb, q_sh, q_st,
     k, k_sb, k_sh, k_st,
-    tokens_ptr,  # [Tq] int64: the token of each query, where they are a sample
+    tokens_ptr,  # [Tq] int64: the token of each query, if the queries are a sample
     query_ids_ptr, key_ids_ptr, ranges_ptr,
     rows_ptr,  # [3, B, Hq, rows]: max logit, log of the sum relative to it, entropy
     Hq, Hk, Tq, Tk, window, scale, c,
@@ -23,7 +23,11 @@ def logit_stats_rows(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of rows of one head. scale is |scale|; NEGATIVE turns q around instead."""
+    """Compute the statistics of each row. Grid: (tiles of queries, Hq, B).
+
+    scale is the absolute value of the scale. NEGATIVE says that it is negative, and then q changes its
+    sign.
+    """
     LN2: tl.constexpr = 0.6931471805599453
     tiles = tl.num_programs(0)
     tile = tiles - 1 - tl.program_id(0)

@@ -1,6 +1,6 @@
 """QK-norm and RoPE of q and k in one launch, forward and backward.
 
-x may have any strides (a view of one qkv projection); what comes out is contiguous.
+The inputs q and k may have any strides, as views of one qkv projection do. The results are contiguous.
 """
 
 # mypy: ignore-errors
@@ -42,7 +42,10 @@ def prep_forward(
     D: tl.constexpr, R: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile, head, b): the first Hq heads are those of q. Hq = 0 leaves q alone."""
+    """Normalise and rotate q and k. Grid: (tiles, Hq + Hk, B), with the heads of q first.
+
+    With Hq = 0 q is not computed, and with Hk = 0 k is not.
+    """
     tile = tl.program_id(0)
     h = tl.program_id(1)
     b64 = tl.program_id(2).to(tl.int64)
@@ -78,7 +81,7 @@ def _backward_side(
         d_hat_ptr + head_at + rows[:, None] * D + cols[None, :], mask=here, other=0.0
     ).to(tl.float32)  # fmt: skip
     if ROPE != 0:
-        # The transpose of the rotation: its sine with the other sign.
+        # The gradient is rotated back, with the opposite sign of the sine.
         turns = cols < R
         pair, angle, sign = partner(cols, R, ROPE)
         there = is_row[:, None] & turns[None, :]
@@ -113,8 +116,11 @@ def prep_backward(
     D: tl.constexpr, R: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """From gradients of q_hat and k_hat (contiguous) to those of q and k, and partial sums of those of
-    the gains, `[B * tiles, H, D]`, which are added in a fixed order afterwards."""
+    """Compute the gradients of q, k and the gains from those of q_hat and k_hat, which are contiguous.
+
+    The gradients of the gains are partial sums `[B * tiles, H, D]`, which are added in a fixed order
+    afterwards. Grid: (tiles, Hq + Hk, B).
+    """
     tile = tl.program_id(0)
     h = tl.program_id(1)
     b64 = tl.program_id(2).to(tl.int64)

@@ -1,4 +1,4 @@
-"""The loop over keys: softmax as it streams, with the true maximum and the entropy if asked for."""
+"""The loop over blocks of keys: online softmax with the exact maximum and, on request, the entropy."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -14,9 +14,9 @@ def attend_block(
     q,
     acc,
     m,
-    l,  # noqa: E741 - the name of the literature
+    l,  # noqa: E741 - the usual name in papers
     t,
-    k,  # at the first key, as are v and key_ids
+    k,  # k, v and key_ids point to the first key
     k_st,
     v,
     v_st,
@@ -36,12 +36,12 @@ def attend_block(
     ENTROPY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,  # 0: the statistics alone
+    BLOCK_V: tl.constexpr,  # 0 computes the statistics alone
 ):
-    """Add the keys of one block to acc `[M, V]` and to the rows' m, l and t `[M]`.
+    """Add the keys of one block to acc `[M, V]` and to m, l and t `[M]` of the rows.
 
-    m is the largest q.k itself, never an estimate of it: scaled once at the end, it is the maximum of
-    the logits. l = sum exp2(s - mc) and t = sum exp2(s - mc) (s - mc), with s = c q.k and mc = c m.
+    m is the exact maximum of q.k. Scaled once at the end, it is the maximum of the logits. The sums are
+    l = sum exp2(s - mc) and t = sum exp2(s - mc) (s - mc), with s = c q.k and mc = c m.
     """
     keys = start + tl.arange(0, BLOCK_N)
     d_cols = tl.arange(0, BLOCK_D)
@@ -60,12 +60,13 @@ def attend_block(
         visible = visible_pairs(query_token, keys, query_id, key_id, Tk, window, CAUSAL, WINDOW, IDS)
         qk = tl.where(visible, qk, float("-inf"))
     m_new = tl.maximum(m, tl.max(qk, 1))
-    # A row that has seen nothing yet has m = -inf, and -inf - -inf is NaN.
+    # A row that has seen no key yet has m = -inf, and -inf - (-inf) would be NaN.
     mc_new = tl.where(m_new == float("-inf"), 0.0, m_new * c)
     s = qk * c - mc_new[:, None]
     p = tl.exp2(s)
-    # 0 where the maximum stays. As m * c - mc_new it would be fused, and leave what rounding took from
-    # mc_new: every block would weigh the keys before it a little more or less.
+    # This must be exactly 0 where the maximum stays. The compiler would fuse m * c - mc_new into one
+    # operation, whose result would be the rounding error of mc_new, and every block would scale the sums
+    # of the earlier keys slightly. The tl.where prevents that.
     down = tl.where(m == float("-inf"), float("-inf"), m * c) - mc_new
     alpha = tl.exp2(down)
     if ENTROPY:
@@ -115,9 +116,9 @@ def attend(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Rows against keys `[lo, hi)`, of which blocks in `[a, b)` are visible to all rows.
+    """Attend to the keys `[lo, hi)`. The blocks in `[a, b)` are visible to all rows and need no mask.
 
-    Returns acc `[M, BLOCK_V]` (not divided), m, l and t `[M]`; see `attend_block`.
+    Returns acc `[M, BLOCK_V]`, which is not divided by l yet, and m, l and t `[M]`; see `attend_block`.
     """
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
@@ -130,7 +131,7 @@ def attend(
                 query_id, Tk, window, c,
                 D, V, CAUSAL, WINDOW, IDS, False, ENTROPY, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
-    # What is left of the full blocks and what is right of them, in one loop.
+    # One loop over the blocks before the full ones and the blocks after them.
     left = (a - lo) // BLOCK_N
     right = tl.maximum(hi - b + BLOCK_N - 1, 0) // BLOCK_N
     for j in tl.range(0, left + right):
@@ -144,10 +145,11 @@ def attend(
 
 @triton.jit
 def add_sink(acc, m, l, sink, c, SINK: tl.constexpr):  # noqa: E741
-    """Divide by the whole denominator. sink is a logit in nats.
+    """Divide acc by the whole denominator. The sink is a logit, in nats like all logits outside.
 
-    Returns out, the exponent and the log2 of the sum whose total is the log2-sum-exp, and the
-    probability of the sink. A row that sees nothing gives 0, with lse parts of 0.
+    Returns out; an exponent and the log2 of a sum relative to it, which add up to the log2-sum-exp; and
+    the probability of the sink. A row that sees neither key nor sink has the output 0, and both parts
+    are 0.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     mc = tl.where(m == float("-inf"), 0.0, m * c)

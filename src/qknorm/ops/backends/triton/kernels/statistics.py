@@ -1,4 +1,4 @@
-"""From m, l and t of rows to what is written: values of rows, and partial sums of heads."""
+"""The statistics of rows and the partial sums of heads, computed from m, l and t of the rows."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -14,8 +14,11 @@ def visible_count(
     query_token, rows, is_row, counts_ptr, Tk, window,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """Visible keys of each row, and whether the row is counted. With ids both were counted before:
-    a negative count belongs to a query that is padding."""
+    """Return the number of visible keys of each row, and whether the row counts.
+
+    With ids the kernel `visible_keys` has counted before, and stored a negative number for a query that
+    is padding.
+    """
     if IDS:
         stored = tl.load(counts_ptr + rows, mask=is_row, other=-1)
         return tl.where(stored < 0, -1 - stored, stored), is_row & (stored > 0)
@@ -27,13 +30,16 @@ def visible_count(
 
 @triton.jit
 def row_maximum(m, l, scale):  # noqa: E741
-    """Of the logits. A NaN among them never enters m, but does enter l; infinity makes l NaN as well."""
+    """Return the maximum of the logits, or NaN if one of them is NaN and none is +inf.
+
+    A NaN never enters m but always enters l. A logit of +inf makes l NaN too, but then m is +inf.
+    """
     return tl.where((l != l) & (m < float("inf")), l, m * scale)
 
 
 @triton.jit
 def row_entropy(log2_l, l, t):  # noqa: E741
-    """In nats. Rounding would leave a row of one key at -1e-7."""
+    """Return the entropy in nats, at least 0. For a row with one key rounding can give -1e-7."""
     LN2: tl.constexpr = 0.6931471805599453
     entropy = tl.where(l > 0.0, (log2_l - t / l) * LN2, l * 0.0)
     return tl.where(entropy < 0.0, 0.0, entropy)
@@ -47,10 +53,14 @@ def write_statistics(
     rows_ptr,  # [3, B, H, Tq] at this batch row, head and tile
     rows_s0,
     rows,
-    STATS: tl.constexpr,  # 1 heads, 2 rows too
+    STATS: tl.constexpr,  # 1 writes the statistics of heads, 2 those of rows as well
 ):  # fmt: skip
-    """Max logit, entropy, entropy over ln(visible keys) and sink mass of the counted rows together;
-    max logit, log of the sum and entropy of each row. scale is positive here."""
+    """Write the statistics of a tile. scale is positive here.
+
+    For the head these are the max logit and the sums of entropy, entropy / ln(visible keys) and sink
+    mass over the rows that count. For each row they are the max logit, the log of the sum and the
+    entropy.
+    """
     LN2: tl.constexpr = 0.6931471805599453
     seen = l > 0.0
     top = row_maximum(m, l, scale)
@@ -58,7 +68,7 @@ def write_statistics(
     entropy = row_entropy(log2_l, l, t)
     choice = counted & (count > 1)
     ratio = entropy / (tl.log2(tl.maximum(count, 2).to(tl.float32)) * LN2)
-    # A maximum over rows passes NaN by.
+    # tl.max ignores NaN, so NaN is handled separately.
     broken = tl.max((counted & (top != top)).to(tl.int32), 0) > 0
     largest = tl.max(tl.where(counted, top, float("-inf")), 0)
     tl.store(heads_ptr, tl.where(broken, float("nan"), largest))
@@ -66,7 +76,7 @@ def write_statistics(
     tl.store(heads_ptr + 2 * heads_s0, tl.sum(tl.where(choice, ratio, 0.0), 0))
     tl.store(heads_ptr + 3 * heads_s0, tl.sum(tl.where(counted, sink_mass, 0.0), 0))
     if STATS == 2:
-        # l is relative to c m as it was rounded; the maximum that is returned is scale m.
+        # l is relative to the rounded product c m, but the maximum that is written is scale * m.
         gap = tl.where(seen, (m * c) * LN2 - top, 0.0)
         tl.store(rows_ptr + rows, top, mask=is_row)
         tl.store(rows_ptr + rows_s0 + rows, log2_l * LN2 + gap, mask=is_row)

@@ -1,4 +1,4 @@
-"""What the kernels share: a tile of x normalised and rotated, and which pairs of a tile are visible."""
+"""Functions that the kernels share: they load, normalise and rotate tiles, and find visible pairs."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def load_tile(base, rows, cols, stride, is_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """`[rows, BLOCK]` of a row-major matrix `[*, WIDTH]`; 0 outside."""
+    """Load rows of a row-major matrix `[*, WIDTH]` as `[rows, BLOCK]`, with 0 outside."""
     if BLOCK == WIDTH:
         return tl.load(base + rows[:, None] * stride + cols[None, :], mask=is_row[:, None], other=0.0)
     inside = is_row[:, None] & (cols < WIDTH)[None, :]
@@ -18,7 +18,10 @@ def load_tile(base, rows, cols, stride, is_row, WIDTH: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def partner(cols, R: tl.constexpr, ROPE: tl.constexpr):
-    """Of each entry: the other of its rotated pair, the row of its angle, the sign before its sine."""
+    """Return for each entry of a head how RoPE rotates it.
+
+    The results are the other entry of its pair, the index of its angle, and the sign of the sine.
+    """
     if ROPE == 1:  # half: i with i + R/2
         first = cols < R // 2
         return tl.where(first, cols + R // 2, cols - R // 2), cols % (R // 2), tl.where(first, -1.0, 1.0)
@@ -42,10 +45,10 @@ def load_hat(
     ROPE: tl.constexpr,  # 0 none, 1 half, 2 interleaved
     BLOCK_D: tl.constexpr,
 ):
-    """RMSNorm, gain and RoPE of a tile, in fp32 and not yet rounded, `[M, BLOCK_D]`.
+    """Load a tile and apply RMSNorm, gain and RoPE. Returns fp32 `[M, BLOCK_D]`, not rounded yet.
 
-    The other entry of each rotated pair is loaded again, from cache, at a permuted column: exchanging
-    columns between registers would cost more.
+    The partner of each rotated entry is loaded a second time, from cache, at a permuted column.
+    Exchanging columns between registers would cost more.
     """
     cols = tl.arange(0, BLOCK_D)
     y = load_tile(x, rows, cols, x_st, is_row, D, BLOCK_D).to(tl.float32)
@@ -71,15 +74,15 @@ def load_hat(
 def visible_pairs(
     query_token,  # [M]
     key_token,  # [N]
-    query_id,  # [M] or a number that is not used
-    key_id,  # [N] or a number that is not used
+    query_id,  # [M], or any number if IDS is False
+    key_id,  # [N], or any number if IDS is False
     Tk,
     window,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     IDS: tl.constexpr,
 ):
-    """Bool that broadcasts to `[M, N]`."""
+    """Return which pairs are visible, as a bool that broadcasts to `[M, N]`."""
     visible = (key_token < Tk)[None, :]
     distance = query_token[:, None] - key_token[None, :]
     if CAUSAL:
@@ -102,7 +105,7 @@ def key_range(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The keys `[lo, hi)` that any of the queries may see by position."""
+    """Return the range `[lo, hi)` of keys that at least one of the queries may see by position."""
     lo = first * 0
     hi = first * 0 + Tk
     if CAUSAL:
@@ -116,7 +119,7 @@ def key_range(
 
 @triton.jit
 def full_key_range(first, last, Tk, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """The keys `[lo, hi)` that all of the queries see by position; may be empty, with hi < lo."""
+    """Return the range `[lo, hi)` of keys that all queries see by position. It is empty if hi <= lo."""
     lo = first * 0
     hi = first * 0 + Tk
     if CAUSAL:
@@ -137,7 +140,7 @@ def query_range(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The rows `[lo, hi)` of queries that may see any of the keys by position."""
+    """Return the range `[lo, hi)` of queries that may see at least one of the keys by position."""
     lo = first * 0
     hi = first * 0 + Tq
     if CAUSAL:
@@ -152,7 +155,7 @@ def query_range(
 
 @triton.jit
 def full_query_range(first, last, shift, Tq, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """The rows `[lo, hi)` of queries that see all of the keys by position; may be empty."""
+    """Return the range `[lo, hi)` of queries that see all keys by position. It is empty if hi <= lo."""
     lo = first * 0
     hi = first * 0 + Tq
     if CAUSAL:
@@ -166,8 +169,10 @@ def full_query_range(first, last, shift, Tq, window, CAUSAL: tl.constexpr, WINDO
 
 @triton.jit
 def split_range(lo, hi, full_lo, full_hi, BLOCK: tl.constexpr, HAS_FULL: tl.constexpr):
-    """Blocks `[lo, hi)` in three parts: masked, full, masked. Returns lo aligned to blocks, the bounds
-    of the full part, and hi."""
+    """Split the range `[lo, hi)` into blocks with a mask, full blocks, and blocks with a mask.
+
+    Returns lo rounded down to a block, and the bounds of the full part, which is empty without HAS_FULL.
+    """
     lo = lo // BLOCK * BLOCK
     if HAS_FULL:
         a = tl.minimum(tl.maximum((full_lo + BLOCK - 1) // BLOCK * BLOCK, lo), hi)
@@ -191,8 +196,10 @@ def key_blocks(
     BLOCK: tl.constexpr,
     HAS_FULL: tl.constexpr,
 ):
-    """The keys that a tile of queries may see, `[lo, hi)`, of which blocks in `[a, b)` are visible to
-    all its rows. Returns lo, a, b, hi."""
+    """Return lo, a, b and hi of a tile of queries.
+
+    The tile may see the keys `[lo, hi)`. The blocks in `[a, b)` are visible to all its rows.
+    """
     lo, hi = key_range(first, last, Tk, window, CAUSAL, WINDOW)
     full_lo, full_hi = full_key_range(first, last, Tk, window, CAUSAL, WINDOW)
     if IDS:
