@@ -59,9 +59,9 @@ def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def shown(timeline: Timeline, height: int | None = None) -> str:
+def shown(timeline: Timeline, height: int | None = None, path: Path = Path("runs/mine/log")) -> str:
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(view(timeline, Path("runs/mine/log"), height))
+    console.print(view(timeline, path, height))
     return console.export_text()
 
 
@@ -80,9 +80,10 @@ def test_a_finished_look_at_a_monitors_file(tmp_path: Path) -> None:
     assert "step 240" in ended.stdout
     assert "max logit 42.2" in " ".join(ended.stdout.split())  # a long path breaks the line
     assert "sharpest heads  1.0 42.2 (0.250)" in ended.stdout
-    # From 42.2 at step 240 to 50: 24 steps.
-    assert "x2 in 100 steps, 50 at 264 to 264" in ended.stdout
-    assert "QM002" in ended.stdout
+    # From 42.2 at step 240 to 50 it would take 24.4 steps at this pace.
+    assert "50 at step 247 to 301" in ended.stdout
+    said = " ".join(ended.stdout.split())
+    assert "grown to 42.2; it is expected to reach 50 between steps 247 and 301" in said
 
 
 def test_json_for_scripts(tmp_path: Path) -> None:
@@ -125,6 +126,23 @@ def test_nothing_recorded_yet_and_what_is_not_finite() -> None:
     )
     assert "not finite" in text
     assert "QM008" in text
+
+
+def test_f72_a_forecast_ends_with_the_run(tmp_path: Path) -> None:
+    """At its planned end, which the lab writes beside its log, and when it is over."""
+    timeline = timeline_of(growing(25))
+    for planned, is_shown in (
+        (None, True),
+        ("{}", True),
+        ('{"steps": 301}', True),
+        ('{"steps": 300}', False),
+    ):
+        if planned is not None:
+            (tmp_path / "config.json").write_text(planned)
+        assert ("50 at step 247 to 301" in shown(timeline, path=tmp_path / "log")) is is_shown
+    (tmp_path / "config.json").unlink()
+    timeline.feed({"kind": "end"})
+    assert "50 at" not in shown(timeline, path=tmp_path / "log")
 
 
 def test_a_sparkline_keeps_peaks() -> None:

@@ -109,5 +109,6 @@ class RunProgress:
     def _say(self, title: str, alert: Alert) -> None:
         """Alarms above the progress; the rest is in the log."""
         if alert.severity == "alarm" and (self._plain or not self._progress.disable):
-            what = f"{title}  alarm {alert.code} at step {alert.step}: {alert.message}. "
-            err.print(Text(what + alert.advice, style="bold red"), soft_wrap=True)
+            what = f"{title}  alarm {alert.code} at step {alert.step}: {alert.message}."
+            what += f" {alert.advice}" if alert.is_first else ""
+            err.print(Text(what, style="bold red"), soft_wrap=True)
