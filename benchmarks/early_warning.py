@@ -33,7 +33,7 @@ from statistics import fmean, median
 from typing import Any
 
 from qknorm.monitor.alerts import Alerts
-from qknorm.monitor.forecast import forecast
+from qknorm.monitor.forecast import POINTS, forecast
 from qknorm.monitor.record import LayerRecord, Record
 from qknorm.monitor.rules import Thresholds
 
@@ -43,6 +43,7 @@ SMOOTH = 20  # steps over which losses are averaged before they are compared
 DEADLINE = 0.3  # of the run
 WINDOW = 50  # steps of the running median
 MOST_FALSE = 0.02
+LEVEL = Thresholds().level_warning
 
 Run = dict[str, Any]
 Detector = Callable[[Run], float]  # the step of the first alarm, inf for none
@@ -146,22 +147,21 @@ def growth(judged: list[Judged]) -> dict[str, Any]:
     """How many forecasts came true, and how many healthy runs and layers were warned in vain."""
     due, true, warnings, layers, runs = 0, 0, 0, 0, 0
     for one in judged:
-        alerts, level = Alerts(last_step=one.run["steps"]), Thresholds().level_warning
+        alerts, failed = Alerts(last_step=one.run["steps"]), set()
         records = [to_record(seen) for seen in one.run["watched"]]
-        failed = set()
-        for i, record in enumerate(records):
+        for i, record in enumerate(records, start=1):
             warned = {alert.layer for alert in alerts(record) if alert.code == "QM002"}
             for name, layer in record.layers.items():
                 found = forecast(
-                    [r.step for r in records[: i + 1]],
-                    [r.layers[name].top for r in records[: i + 1]],
-                    level,
+                    [r.step for r in records[max(0, i - POINTS) : i]],
+                    [r.layers[name].top for r in records[max(0, i - POINTS) : i]],
+                    LEVEL,
                     bound=layer.bound,
                     last_step=one.run["steps"],
                 )
                 if found is None:
                     continue
-                reached = next((r.step for r in records[i:] if not r.layers[name].top < level), math.inf)
+                reached = next((r.step for r in records[i:] if not r.layers[name].top < LEVEL), math.inf)
                 came_true = found.early <= reached <= found.late
                 due += 1
                 true += came_true
@@ -270,10 +270,10 @@ def main() -> None:
     for name, found in result["growth"].items():
         share = found["came_true"] / found["forecasts_due"] if found["forecasts_due"] else math.nan
         print(
-            f"growth, {name:6}  {found['forecasts_due']} forecasts fell due, {100 * share:.0f} % came "
-            f"true; {found['warnings']} warnings; warned in vain: {found['healthy_runs_warned_in_vain']} of "
-            f"{found['healthy_runs']} healthy runs, {found['healthy_layers_warned_in_vain']} of "
-            f"{found['healthy_layers']} healthy layers"
+            f"growth, {name:6}  {found['forecasts_due']} forecasts fell due, "
+            f"{100 * share:.0f} % came true; {found['warnings']} warnings; in vain they were in "
+            f"{found['healthy_runs_warned_in_vain']} of {found['healthy_runs']} healthy runs, "
+            f"{found['healthy_layers_warned_in_vain']} of {found['healthy_layers']} healthy layers"
         )
 
 
