@@ -16,11 +16,12 @@ from rich.console import Console
 
 import made
 from made import layer
+from qknorm.cli.console import RunProgress
 from qknorm.cli.watch import spark, view
 from qknorm.lab.follow import Follower
 from qknorm.lab.timeline import Timeline
 from qknorm.monitor import LayerRecord, Record
-from qknorm.monitor.alerts import Alerts
+from qknorm.monitor.alerts import ADVICE, Alerts
 from qknorm.monitor.to.jsonl import JsonLines, rank_path
 
 MODULE = [sys.executable, "-m", "qknorm", "watch"]
@@ -143,6 +144,19 @@ def test_f72_a_forecast_ends_with_the_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     timeline.feed({"kind": "end"})
     assert "50 at" not in shown(timeline, path=tmp_path / "log")
+
+
+def test_f32_the_terminal_says_what_to_do_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    monkeypatch.setattr("qknorm.cli.console.err", said)
+    saturating = {str(n): layer([60.0 + n] * 4, [0.1] * 4) for n in range(4)}
+    progress = RunProgress(quiet=False)
+    for alert in Alerts()(made.record(20, saturating)):
+        progress.update(0, "none, lr 0.1", 40, alert)
+    lines = said.export_text().splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["none, lr 0.1  alarm QM010 at step 20"] * 4
+    assert [f"layer {n}: the softmax" in line for n, line in enumerate(lines)] == [True] * 4
+    assert [ADVICE["QM010"] in line for line in lines] == [True, False, False, False]
 
 
 def test_a_sparkline_keeps_peaks() -> None:
