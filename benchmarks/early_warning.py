@@ -13,7 +13,7 @@ Of growth (QM002, and what `qknorm watch` shows) it is counted how many forecast
 is made for each layer and record that allows one, and falls due within the run; it came true if the
 first record at the level lies inside its interval. A layer of a healthy run counts as warned in vain if
 a QM002 of it did not come true. Both halves are shown: the constants of the forecast were chosen on
-"tune".
+"tune", but for its horizon, which was decided on "report"; docs/monitor.md says how.
 
 Beside the monitor stand two detectors of the kind in use today, on the loss and on the gradient norm:
 a value far above its running median. Their thresholds are chosen on the same half, so that they flag

@@ -2,8 +2,8 @@
 
 A line is laid through the logarithms of the newest POINTS values; its slope is the median of the slopes
 between all pairs of points (Theil 1950; Sen 1968), which one or two outliers do not move. The constants
-were chosen on one half of the corpus of `benchmarks/early_warning.py`, which prints how many forecasts
-came true on either half; docs/monitor.md says how far they can be trusted.
+were chosen on the corpus of `benchmarks/early_warning.py`, which prints how many forecasts came true;
+docs/monitor.md says how they were chosen and how far a forecast can be trusted.
 """
 
 from __future__ import annotations
