@@ -9,6 +9,12 @@ alarm is an alarm in a run that is not bad.
 
 The rules were fixed on the first half of the twins (the first seed and a part of the second), "tune";
 the figures are those of the second half, "report".
+Of growth (QM002, and what `qknorm watch` shows) it is counted how many forecasts came true. A forecast
+is made for each layer and record that allows one, and falls due within the run; it came true if the
+first record at the level lies inside its interval. A layer of a healthy run counts as warned in vain if
+a QM002 of it did not come true. Both halves are shown: the constants of the forecast were chosen on
+"tune", but for its horizon, which was decided on "report"; docs/monitor.md says how.
+
 Beside the monitor stand two detectors of the kind in use today, on the loss and on the gradient norm:
 a value far above its running median. Their thresholds are chosen on the same half, so that they flag
 the most there with at most 2 % of false alarms.
@@ -27,7 +33,9 @@ from statistics import fmean, median
 from typing import Any
 
 from qknorm.monitor.alerts import Alerts
+from qknorm.monitor.forecast import POINTS, forecast
 from qknorm.monitor.record import LayerRecord, Record
+from qknorm.monitor.rules import Thresholds
 
 CORPUS = Path(__file__).with_name("corpus") / "early_warning.jsonl.xz"
 BEHIND = 0.1  # nats
@@ -35,6 +43,7 @@ SMOOTH = 20  # steps over which losses are averaged before they are compared
 DEADLINE = 0.3  # of the run
 WINDOW = 50  # steps of the running median
 MOST_FALSE = 0.02
+LEVEL = Thresholds().level_warning
 
 Run = dict[str, Any]
 Detector = Callable[[Run], float]  # the step of the first alarm, inf for none
@@ -134,6 +143,45 @@ def to_record(seen: dict[str, Any]) -> Record:
     return Record(step=seen["step"], phase="train", layers=layers)
 
 
+def growth(judged: list[Judged]) -> dict[str, Any]:
+    """How many forecasts came true, and how many healthy runs and layers were warned in vain."""
+    due, true, warnings, layers, runs = 0, 0, 0, 0, 0
+    for one in judged:
+        alerts, failed = Alerts(last_step=one.run["steps"]), set()
+        records = [to_record(seen) for seen in one.run["watched"]]
+        for i, record in enumerate(records, start=1):
+            warned = {alert.layer for alert in alerts(record) if alert.code == "QM002"}
+            for name, layer in record.layers.items():
+                found = forecast(
+                    [r.step for r in records[max(0, i - POINTS) : i]],
+                    [r.layers[name].top for r in records[max(0, i - POINTS) : i]],
+                    LEVEL,
+                    bound=layer.bound,
+                    last_step=one.run["steps"],
+                )
+                if found is None:
+                    continue
+                reached = next((r.step for r in records[i:] if not r.layers[name].top < LEVEL), math.inf)
+                came_true = found.early <= reached <= found.late
+                due += 1
+                true += came_true
+                warnings += name in warned
+                if name in warned and not came_true and not one.bad:
+                    failed.add(name)
+        layers += len(failed)
+        runs += bool(failed)
+    healthy = [one for one in judged if not one.bad]
+    return {
+        "forecasts_due": due,
+        "came_true": true,
+        "warnings": warnings,
+        "healthy_runs": len(healthy),
+        "healthy_runs_warned_in_vain": runs,
+        "healthy_layers": sum(len(one.run["watched"][0]["max_logit"]) for one in healthy),
+        "healthy_layers_warned_in_vain": layers,
+    }
+
+
 def above_median(name: str, factor: float, *, relative: bool) -> Detector:
     """The first step whose value is `factor` above (or times) the median of the steps before."""
 
@@ -200,6 +248,7 @@ def main() -> None:
     norms = tuned(tune, "grad_norm", [1.25**i for i in range(1, 31)], relative=True)
     result = {"runs": len(judged)} | measure(judged, monitor)
     result |= {"loss_only": measure(judged, losses), "grad_norm_only": measure(judged, norms)}
+    result["growth"] = {name: growth(half(runs, name)) for name in ("tune", "report")}
     if args.json:
         print(json.dumps(result, indent=2))
         return
@@ -217,6 +266,14 @@ def main() -> None:
             f"{name:15} flagged {found['flagged']} of {found['bad']} bad runs, "
             f"{found['false_alarms']} false alarms in {found['healthy']}, "
             f"median lead in ramps {'-' if lead is None else f'{100 * lead:.0f} %'} of the run"
+        )
+    for name, found in result["growth"].items():
+        share = found["came_true"] / found["forecasts_due"] if found["forecasts_due"] else math.nan
+        print(
+            f"growth, {name:6}  {found['forecasts_due']} forecasts fell due, "
+            f"{100 * share:.0f} % came true; {found['warnings']} warnings; in vain they were in "
+            f"{found['healthy_runs_warned_in_vain']} of {found['healthy_runs']} healthy runs, "
+            f"{found['healthy_layers_warned_in_vain']} of {found['healthy_layers']} healthy layers"
         )
 
 

@@ -16,11 +16,12 @@ from rich.console import Console
 
 import made
 from made import layer
+from qknorm.cli.console import RunProgress
 from qknorm.cli.watch import spark, view
 from qknorm.lab.follow import Follower
 from qknorm.lab.timeline import Timeline
 from qknorm.monitor import LayerRecord, Record
-from qknorm.monitor.alerts import Alerts
+from qknorm.monitor.alerts import ADVICE, Alerts
 from qknorm.monitor.to.jsonl import JsonLines, rank_path
 
 MODULE = [sys.executable, "-m", "qknorm", "watch"]
@@ -59,9 +60,9 @@ def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def shown(timeline: Timeline, height: int | None = None) -> str:
+def shown(timeline: Timeline, height: int | None = None, path: Path = Path("runs/mine/log")) -> str:
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(view(timeline, Path("runs/mine/log"), height))
+    console.print(view(timeline, path, height))
     return console.export_text()
 
 
@@ -80,9 +81,10 @@ def test_a_finished_look_at_a_monitors_file(tmp_path: Path) -> None:
     assert "step 240" in ended.stdout
     assert "max logit 42.2" in " ".join(ended.stdout.split())  # a long path breaks the line
     assert "sharpest heads  1.0 42.2 (0.250)" in ended.stdout
-    # From 42.2 at step 240 to 50: 24 steps.
-    assert "x2 in 100 steps, 50 at 264 to 264" in ended.stdout
-    assert "QM002" in ended.stdout
+    # From 42.2 at step 240 to 50 it would take 24.4 steps at this pace.
+    assert "50 at step 247 to 301" in ended.stdout
+    said = " ".join(ended.stdout.split())
+    assert "grown to 42.2; it is expected to reach 50 between steps 247 and 301" in said
 
 
 def test_json_for_scripts(tmp_path: Path) -> None:
@@ -125,6 +127,36 @@ def test_nothing_recorded_yet_and_what_is_not_finite() -> None:
     )
     assert "not finite" in text
     assert "QM008" in text
+
+
+def test_f72_a_forecast_ends_with_the_run(tmp_path: Path) -> None:
+    """At its planned end, which the lab writes beside its log, and when it is over."""
+    timeline = timeline_of(growing(25))
+    for planned, is_shown in (
+        (None, True),
+        ("{}", True),
+        ('{"steps": 301}', True),
+        ('{"steps": 300}', False),
+    ):
+        if planned is not None:
+            (tmp_path / "config.json").write_text(planned)
+        assert ("50 at step 247 to 301" in shown(timeline, path=tmp_path / "log")) is is_shown
+    (tmp_path / "config.json").unlink()
+    timeline.feed({"kind": "end"})
+    assert "50 at" not in shown(timeline, path=tmp_path / "log")
+
+
+def test_f32_the_terminal_says_what_to_do_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    monkeypatch.setattr("qknorm.cli.console.err", said)
+    saturating = {str(n): layer([60.0 + n] * 4, [0.1] * 4) for n in range(4)}
+    progress = RunProgress(quiet=False)
+    for alert in Alerts()(made.record(20, saturating)):
+        progress.update(0, "none, lr 0.1", 40, alert)
+    lines = said.export_text().splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["none, lr 0.1  alarm QM010 at step 20"] * 4
+    assert [f"layer {n}: the softmax" in line for n, line in enumerate(lines)] == [True] * 4
+    assert [ADVICE["QM010"] in line for line in lines] == [True, False, False, False]
 
 
 def test_a_sparkline_keeps_peaks() -> None:

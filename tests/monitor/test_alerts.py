@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
@@ -13,7 +14,8 @@ from torch import nn
 from made import layer, record
 from qknorm.monitor import Monitor, Record, log_line
 from qknorm.monitor.alerts import ADVICE, Alert, Alerts
-from qknorm.monitor.forecast import fit
+from qknorm.monitor.forecast import EARLY, LATE, forecast
+from qknorm.monitor.to.jsonl import to_alert
 
 
 def feed(alerts: Alerts, *values: float, step: int = 10, **other: list[float]) -> list[Alert]:
@@ -40,13 +42,50 @@ def test_level_speaks_once_and_again_when_it_comes_back_after_a_while() -> None:
 
 
 def test_growth_says_when_the_level_is_reached() -> None:
-    # Doubles every 100 steps from 12: reaches 50 after 206.
+    # Doubles every 100 steps from 12: reaches 50 after 205.9.
     values = [12 * 2 ** (i / 10) for i in range(20)]
-    first = next(a for a in feed(Alerts(), *values) if a.code == "QM002")
-    assert first.evidence["doubling_steps"] == pytest.approx(100)
-    assert first.evidence["early"] == pytest.approx(205.9, abs=0.2)
-    assert "doubles every 100 steps, reaches 50 at step 206" in first.message
-    assert "a head 0" in first.message
+    (growth,) = [a for a in feed(Alerts(), *values) if a.code == "QM002"]
+    distance = 205.9 - growth.step
+    assert growth.step == 190
+    assert growth.evidence["early"] == pytest.approx(190 + EARLY * distance, abs=1)
+    assert growth.evidence["late"] == pytest.approx(190 + LATE * distance, abs=1)
+    assert growth.message == (
+        "a: the max logit has grown to 44.8; it is expected to reach 50 between steps 195 and 230"
+    )
+    assert growth.heads == (0,)
+
+
+def test_f72_a_forecast_is_made_only_where_it_deserves_trust() -> None:
+    steps = list(range(0, 60, 10))
+    values = [46.0 * 2 ** (i / 15) for i in range(-5, 1)]  # doubles in 150 steps: 18 to the level
+    found = forecast(steps, values, 50.0)
+    assert found is not None
+    assert (found.early, found.late) == (50 + 5, 50 + 46)
+    # Also on the longer history of a run, of which the newest points count.
+    assert forecast([-20, -10, *steps], [1.0, 99.0, *values], 50.0) == found
+    assert forecast(steps, values, 50.0, bound=50.0) == found
+    assert forecast(steps, values, 50.0, last_step=found.late) == found
+    for why, nothing in {
+        "below the bound": forecast(steps, values, 50.0, bound=49.9),
+        "past the end": forecast(steps, values, 50.0, last_step=found.late - 1),
+        "at the end": forecast(steps, values, 50.0, last_step=50),
+        "too few": forecast(steps[1:], values[1:], 50.0),
+        "there already": forecast(steps, [*values[:-1], 50.0], 50.0),
+        "far below": forecast(steps, [v / 2 for v in values], 50.0),
+        "too far away": forecast(steps, [44.0 + i / 5 for i in range(6)], 50.0),
+        "flat": forecast(steps, [45.0] * 6, 50.0),
+        "falling": forecast(steps, values[::-1], 50.0),
+        "restless": forecast(steps, [40.0, 46.0, 41.0, 47.0, 42.0, 48.0], 50.0),
+        "not finite": forecast(steps, [*values[:-2], math.nan, 46.0], 50.0),
+        "negative": forecast(steps, [-3.0, *values[1:]], 50.0),
+        "one step": forecast([5] * 6, values, 50.0),
+    }.items():
+        assert nothing is None, why
+    # One outlier does not move it.
+    assert forecast(steps, [*values[:2], 30.0, *values[3:]], 50.0) == found
+    near = forecast(steps, [20.0, 25.0, 30.0, 35.0, 42.0, 49.9], 50.0)
+    assert near is not None
+    assert (near.early, near.late) == (53, 75)  # no nearer than by one record, of ten steps
 
 
 def test_a_flat_or_falling_head_is_not_growing() -> None:
@@ -59,10 +98,64 @@ def test_entropy_of_heads_and_of_layers() -> None:
     alerts = Alerts()
     one = alerts(record(0, {"a": layer([5.0] * 4, ratio=[0.01, 0.5, 0.5, 0.5])}))
     assert codes(one) == [("QM003", "info")]
-    assert one[0].head == 0
-    most = alerts(record(10, {"a": layer([5.0] * 4, ratio=[0.01, 0.02, 0.03, 0.5])}))
-    assert ("QM004", "warning") in codes(most)
-    assert "3 of 4 heads" in next(a for a in most if a.code == "QM004").message
+    assert one[0].heads == (0,)
+    assert one[0].message == "a: head 0 has 1.0 % of the largest possible entropy"
+    (most,) = alerts(record(10, {"a": layer([5.0] * 4, ratio=[0.01, 0.02, 0.03, 0.5])}))
+    assert (most.code, most.severity, most.heads) == ("QM004", "warning", (0, 1, 2))
+    assert most.message == (
+        "a: 3 of 4 heads have less than 5 % of the largest possible entropy, "
+        "the worst is head 0 with 1.0 %"
+    )
+
+
+def test_f32_one_alert_per_layer_and_code_with_its_heads() -> None:
+    loud = layer([51.0, 60.0, 70.0, 88.0], ratio=[0.5] * 4)
+    mixed = layer([31.0, 60.0, 4.0, 88.0], ratio=[0.5] * 4)
+    found = Alerts()(record(7, {"0": loud, "h.1.attn": mixed, "": layer([33.0, math.nan])}))
+    assert [(a.code, a.layer, a.heads) for a in found] == [
+        ("QM001", "0", (0, 1, 2, 3)),
+        ("QM001", "h.1.attn", (1, 3)),
+        ("QM008", "", (1,)),
+    ]
+    assert [a.message for a in found] == [
+        "layer 0: 4 of 4 heads have a max logit of 50 or more, the worst is head 3 with 88.0",
+        "h.1.attn: 2 of 4 heads have a max logit of 50 or more, the worst is head 3 with 88.0",
+        "the model itself: head 1 has a max logit or an entropy that is not finite: nan",
+    ]
+    (one,) = Alerts()(record(7, {"3": layer([31.0, 4.0])}))
+    assert one.message == "layer 3: head 0 has a max logit of 31.0"
+    assert to_alert(json.loads(json.dumps({"kind": "alert"} | one.to_json()))) == one
+
+
+def test_f32_a_lesser_code_is_silent_where_a_graver_one_speaks() -> None:
+    """And is not told when the graver one is over, if it held all the time."""
+    alerts = Alerts()
+    saturating = layer([60.0, 61.0], ratio=[0.001, 0.2])
+    calmer = layer([60.0, 61.0], ratio=[0.6, 0.6])
+    found = [alerts(record(i, {"a": saturating, "b": calmer})) for i in range(3)]
+    found += [alerts(record(3 + i, {"a": calmer, "b": calmer})) for i in range(9)]
+    told = [(a.code, a.layer) for one in found for a in one]
+    assert told == [("QM010", "a"), ("QM003", "a"), ("QM001", "b")]
+    frozen = [Alerts(), layer([5.0] * 4, ratio=[1e-5, 0.5, 0.5, 0.5])]
+    told = [a.code for i in range(6) for a in frozen[0](record(i, {"a": frozen[1]}))]
+    assert told == ["QM003", "QM006"]
+    rising = [30.0, 33.0, 36.0, 39.0, 42.0, 46.0]
+    told = [a.code for i, v in enumerate(rising) for a in alerts(record(20 + i, {"c": layer([v])}))]
+    assert told == ["QM001", "QM002"]
+
+
+def test_f32_advice_follows_the_first_alert_of_a_code(caplog: pytest.LogCaptureFixture) -> None:
+    alerts = Alerts(to=[log_line])
+    with caplog.at_level(logging.INFO, logger="qknorm"):
+        alerts(record(0, {"0": layer([60.0]), "1": layer([61.0])}))
+        alerts(record(1, {"2": layer([62.0]), "3": layer([63.0], ratio=[0.01])}))
+    assert [(a.message.count(ADVICE["QM001"]), a.message[:18]) for a in caplog.records] == [
+        (1, "step 0, QM001: lay"),
+        (0, "step 0, QM001: lay"),
+        (0, "step 1, QM001: lay"),
+        (0, "step 1, QM010: lay"),
+        (0, "step 1, QM003: lay"),
+    ]
 
 
 def test_dead_and_frozen_heads_need_several_records() -> None:
@@ -103,34 +196,6 @@ def test_listeners_get_each_alert() -> None:
     assert heard == found != []
 
 
-def test_the_fit_is_robust_and_its_interval_covers() -> None:
-    noise, inside = random.Random(1), 0
-    steps = list(range(0, 400, 10))
-    for _ in range(200):
-        values = [math.exp(1 + 0.004 * s + noise.gauss(0, 0.2)) for s in steps]
-        growth = fit(steps, values)
-        assert growth is not None
-        inside += growth.slope_low <= 0.004 <= growth.slope_high
-    assert 165 <= inside <= 197  # nine in ten
-    values = [math.exp(0.004 * s) for s in steps]
-    values[5], values[20] = 1e9, 1e-9
-    growth = fit(steps, values)
-    assert growth is not None
-    assert growth.slope == pytest.approx(0.004, rel=1e-6)
-
-
-def test_the_fit_of_little_or_nothing() -> None:
-    assert fit([0, 1, 2], [1.0, 2.0, 3.0]) is None
-    assert fit(list(range(9)), [-1.0] * 9) is None
-    assert fit([3] * 9, [1.0] * 9) is None
-    flat = fit(list(range(9)), [2.0] * 9)
-    assert flat is not None
-    assert not flat.is_growing
-    assert flat.doubling_steps == math.inf
-    assert flat.reaches(1.0) == (8.0, 8.0)
-    assert flat.reaches(4.0) == (math.inf, math.inf)
-
-
 def test_no_growth_warning_where_the_gains_do_not_allow_the_level() -> None:
     values = [12 * 2 ** (i / 10) for i in range(20)]
     for bound, expected in ((49.0, False), (51.0, True), (None, True)):
@@ -138,6 +203,13 @@ def test_no_growth_warning_where_the_gains_do_not_allow_the_level() -> None:
         for step, value in enumerate(values):
             alerts(record(10 * step, {"a": layer([value], bound=bound)}))
         assert any(key[0] == "QM002" for key in alerts._standing) is expected
+
+
+def test_f72_no_growth_warning_past_the_end_of_the_run() -> None:
+    values = [12 * 2 ** (i / 10) for i in range(20)]
+    for last_step, expected in ((None, True), (231, True), (200, False)):
+        found = feed(Alerts(last_step=last_step), *values)
+        assert any(alert.code == "QM002" for alert in found) is expected
 
 
 def test_replayed_records_are_not_told_again() -> None:
@@ -179,13 +251,13 @@ def test_f23_a_destination_that_fails_silences_no_other(caplog: pytest.LogCaptur
 
 def test_f23_an_alert_is_given_when_it_was_sent() -> None:
     """Who failed gets it again with the next record, in its present form, as long as it holds."""
-    broken, heard = Broken(times=3), list[Alert]()
+    broken, heard = Broken(times=2), list[Alert]()
     alerts = Alerts(to=[broken, heard.append])
-    for step, top in enumerate((60.0, 61.0, 62.0, 10.0)):  # QM001, and QM003 in the first record
+    for step, top in enumerate((40.0, 41.0, 42.0, 10.0)):  # QM001, and QM003 in the first record
         alerts(record(step, {"a": layer([top], ratio=[0.01 if step == 0 else 0.9])}))
-    assert [(a.code, a.step) for a in heard] == [("QM010", 0), ("QM001", 0), ("QM003", 0)]
-    assert [(a.code, a.step) for a in broken.heard] == [("QM001", 1)]
-    assert broken.heard[0].evidence == {"max_logit": 61.0}
+    assert [(a.code, a.step, a.is_first) for a in heard] == [("QM001", 0, True), ("QM003", 0, True)]
+    assert [(a.code, a.step, a.is_first) for a in broken.heard] == [("QM001", 1, True)]
+    assert broken.heard[0].evidence == {"max_logit": 41.0}
 
 
 def test_f23_the_same_for_records(caplog: pytest.LogCaptureFixture) -> None:

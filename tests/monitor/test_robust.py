@@ -359,9 +359,12 @@ def test_a_thousand_loud_heads_are_one_alert() -> None:
     loud = record(0, {f"layer{i}": layer([60.0 + i] * 32) for i in range(32)})
     found = Alerts()(loud)
     assert len([alert for alert in found if alert.code == "QM001"]) == 1
-    assert found[0].evidence["heads"] == 1024
-    assert "1024 heads in 32 layers" in found[0].message
-    assert found[0].layer == "layer31"
+    assert found[0].evidence == {"max_logit": 91.0, "layers": 32}
+    assert found[0].message == (
+        "layer31: 32 of 32 heads have a max logit of 50 or more, the worst is head 0 with 91.0; "
+        "31 other layers have the same finding"
+    )
+    assert (found[0].layer, found[0].heads) == ("layer31", tuple(range(32)))
 
 
 def test_loading_a_state_drops_what_was_seen_before() -> None:

@@ -168,5 +168,6 @@ class RunProgress:
     def _say(self, title: str, alert: Alert) -> None:
         """Alarms above the progress; the rest is in the log."""
         if alert.severity == "alarm" and (self._plain or not self._progress.disable):
-            what = f"{title}  alarm {alert.code} at step {alert.step}: {alert.message}. "
-            say(what + alert.advice, "bold red", to=err)
+            what = f"{title}  alarm {alert.code} at step {alert.step}: {alert.message}."
+            what += f" {alert.advice}" if alert.is_first else ""
+            say(what, "bold red", to=err)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,13 +17,13 @@ from rich.text import Text
 
 from qknorm.cli import options as o
 from qknorm.cli.console import number, out, print_json
+from qknorm.lab.files import CONFIG_FILE
 from qknorm.lab.follow import Follower
 from qknorm.lab.heatmaps import short_names
 from qknorm.lab.timeline import Timeline, log_file
-from qknorm.monitor.alerts import Thresholds
-from qknorm.monitor.forecast import fit
-from qknorm.monitor.history import LENGTH
-from qknorm.monitor.record import Record, lowest
+from qknorm.monitor.forecast import POINTS, forecast
+from qknorm.monitor.record import LayerRecord, Record, lowest
+from qknorm.monitor.rules import Thresholds
 from qknorm.monitor.scalars import worst_heads
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -101,9 +102,19 @@ def view(timeline: Timeline, path: Path, height: int | None) -> RenderableType:
     if not timeline.records:
         return Group(*parts, Text("no attention record yet", style="dim"))
     room = None if height is None else max(3, height - AROUND)
-    parts += [_layers(timeline.records, room), _heads(timeline.records[-1])]
+    last_step = timeline.step if timeline.has_ended else _planned(path)
+    parts += [_layers(timeline.records, room, last_step), _heads(timeline.records[-1])]
     parts += _alerts(timeline)
     return Group(*parts)
+
+
+def _planned(path: Path) -> int | None:
+    """How many steps the run was to make, which the lab writes beside its log; None if nothing tells."""
+    try:
+        steps = json.loads(path.with_name(CONFIG_FILE).read_text())["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return steps if isinstance(steps, int) else None
 
 
 def _headline(timeline: Timeline, path: Path) -> Text:
@@ -120,7 +131,7 @@ def _headline(timeline: Timeline, path: Path) -> Text:
     return text
 
 
-def _layers(records: Sequence[Record], room: int | None) -> Table:
+def _layers(records: Sequence[Record], room: int | None, last_step: int | None) -> Table:
     """A line per layer; where there is no room for all, those with the largest logits."""
     names = list(dict.fromkeys(name for record in records for name in record.layers))
     short = dict(zip(names, short_names(names), strict=True))
@@ -147,7 +158,7 @@ def _layers(records: Sequence[Record], room: int | None) -> Table:
             Text(number(tops[-1], 1), style=_level_style(tops[-1]), justify="right"),
             Text(spark(ratios, 0.0, 1.0, extreme=min), style=_entropy_style(ratios[-1])),
             Text(number(ratios[-1]), style=_entropy_style(ratios[-1])),
-            _forecast([step for step, _ in past], tops),
+            _forecast(past, last_step),
         )
     if len(shown) < len(names):
         table.add_row(Text(f"and {len(names) - len(shown)} more", style="dim"))
@@ -171,22 +182,19 @@ def spark(
     return bars
 
 
-def _forecast(steps: list[int], tops: list[float]) -> str:
-    level = Thresholds().level_warning
-    growth = fit(steps[-LENGTH:], tops[-LENGTH:])
+def _forecast(past: Sequence[tuple[int, LayerRecord]], last_step: int | None) -> str:
+    """When the layer's max logit will be at the level, if that can be told; the same as QM002 says."""
+    steps, layers = zip(*past[-POINTS:], strict=True)
+    tops = [layer.top for layer in layers]
     if not math.isfinite(tops[-1]):
         return "not finite"
-    if growth is None or not growth.is_growing or growth.doubling_steps > 10 * (steps[-1] - steps[0]):
-        return ""
-    words = f"x2 in {_steps(growth.doubling_steps)} steps"
-    if tops[-1] < level:
-        early, late = growth.reaches(level)
-        words += f", {level:g} at {_steps(early)} to {_steps(late)}"
-    return words
+    level = Thresholds().level_warning
+    found = forecast(steps, tops, level, bound=layers[-1].bound, last_step=last_step)
+    return "" if found is None else f"{level:g} at step {_steps(found.early)} to {_steps(found.late)}"
 
 
-def _steps(value: float) -> str:
-    return f"{value:,.0f}".replace(",", " ")
+def _steps(value: int) -> str:
+    return f"{value:,}".replace(",", " ")
 
 
 def _heads(record: Record) -> Text:

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from qknorm.monitor import Monitor
-from qknorm.monitor.alerts import Alert, Alerts, Thresholds
+from qknorm.monitor.alerts import Alert, Alerts
 from qknorm.monitor.history import LENGTH
+from qknorm.monitor.rules import Thresholds
 from qknorm.monitor.scalars import scalars
 from qknorm.monitor.to.delivery import Destination
 from qknorm.monitor.to.jsonl import JsonLines, rank_path, read_lines, to_record
@@ -29,6 +30,7 @@ class Session:
         thresholds: when a rule speaks.
         to: called on rank 0 with each record and alert, such as `Wandb`.
         step: optimizer steps done already.
+        last_step: at which the training ends; None if that is not known.
     """
 
     def __init__(
@@ -42,12 +44,13 @@ class Session:
         thresholds: Thresholds | None = None,
         to: Iterable[Destination] = (),
         step: int = 0,
+        last_step: int | None = None,
     ) -> None:
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.folder = folder
         self.latest: dict[str, float] = {}
         self.alarm: Alert | None = None
-        self.alerts = Alerts(thresholds=thresholds or Thresholds())
+        self.alerts = Alerts(thresholds=thresholds or Thresholds(), last_step=last_step)
         self.file: JsonLines | None = None
         self.destinations = list(to) if self.rank == 0 else []
         self.has_begun = False
@@ -129,7 +132,14 @@ class Watcher:
         self.thresholds, self.stop_on_alarm, self.to = thresholds, stop_on_alarm, list(to)
         self.session: Session | None = None
 
-    def begin(self, model: nn.Module, folder: str | os.PathLike[str] | None, step: int) -> None:
+    def begin(
+        self,
+        model: nn.Module,
+        folder: str | os.PathLike[str] | None,
+        step: int,
+        *,
+        last_step: int | None = None,
+    ) -> None:
         """Attach. A training before that failed may not have detached."""
         self.end(failed=True)
         self.session = Session(
@@ -140,6 +150,7 @@ class Watcher:
             thresholds=self.thresholds,
             to=self.to,
             step=step,
+            last_step=last_step,
         )
 
     def must_stop(self) -> bool:

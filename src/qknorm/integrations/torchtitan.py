@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from qknorm.integrations.session import Session
-from qknorm.monitor.alerts import Thresholds
+from qknorm.monitor.rules import Thresholds
 
 
 class AttentionMetrics:

@@ -34,7 +34,8 @@ class MonitorCallback(Watcher, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach; a resumed run goes on in its file."""
-        self.begin(kwargs["model"], args.output_dir, state.global_step)
+        last_step = state.max_steps if state.max_steps > 0 else None
+        self.begin(kwargs["model"], args.output_dir, state.global_step, last_step=last_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After each optimizer step."""

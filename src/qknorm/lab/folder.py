@@ -68,7 +68,7 @@ class RunFolder:
         files.replace_json(folder / files.CONFIG_FILE, config)
         files.replace_json(folder / files.ENVIRONMENT_FILE, environment.describe())
         self.log = JsonLines(folder / files.METRICS_FILE, resume_after=resume_after)
-        self.alerts = Alerts()
+        self.alerts = Alerts(last_step=config["steps"])
         lines = read_lines(self.log.path)
         self.alerts.replay(to_record(line) for line in lines if line["kind"] == "record")
         self.to: list[OnItem] = [self.log]

@@ -50,6 +50,11 @@ class Run(Timeline):
         return sorted(self.alerts, key=lambda a: (-ORDER.index(a.severity), a.step))[:MOST_ALERTS]
 
     @property
+    def advice(self) -> dict[str, str]:
+        """What to do about the alerts of `worst_alerts`, by their code."""
+        return {alert.code: alert.advice for alert in self.worst_alerts}
+
+    @property
     def end(self) -> Record | None:
         """Attention on held-out text at the end, or else the newest record."""
         if self.final is not None and self.evaluation is not None:

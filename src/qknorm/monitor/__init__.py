@@ -1,8 +1,9 @@
 """Exact max logit and softmax entropy, per layer and head, of any model while it trains."""
 
-from qknorm.monitor.alerts import Alert, Alerts, Thresholds
+from qknorm.monitor.alerts import Alert, Alerts
 from qknorm.monitor.monitor import Monitor
 from qknorm.monitor.record import LayerRecord, Record
+from qknorm.monitor.rules import Thresholds
 from qknorm.monitor.to.jsonl import JsonLines, rank_path
 from qknorm.monitor.to.log_line import log_line
 

@@ -1,7 +1,9 @@
-"""When will a growing quantity reach a level: a robust straight line through its logarithm.
+"""When will a growing max logit reach a level?
 
-The slope is the median of the slopes between all pairs of points (Theil 1950; Sen 1968), its interval
-that of Sen (1968) from Kendall's statistic: it assumes of the noise only that it is alike at all points.
+A line is laid through the logarithms of the newest POINTS values; its slope is the median of the slopes
+between all pairs of points (Theil 1950; Sen 1968), which one or two outliers do not move. The constants
+were chosen on the corpus of `benchmarks/early_warning.py`, which prints how many forecasts came true;
+docs/monitor.md says how they were chosen and how far a forecast can be trusted.
 """
 
 from __future__ import annotations
@@ -9,84 +11,69 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, median
+from itertools import pairwise
+from statistics import median
 
-CONFIDENCE = 0.9
-MIN_POINTS = 6
-MAX_POINTS = 24  # the slopes between them grow with the square
+POINTS = 6  # that the line goes through
+# Below this share of the level nothing is forecast: healthy heads grow as fast there, and then stop.
+FROM = 0.7
+RISING = 0.8  # share of the pairs of points that have to rise
+FURTHEST = 0.5  # how far a forecast looks ahead, as a share of the steps that the points span
+# The interval: these multiples of the steps that the line itself takes to the level.
+EARLY, LATE = 0.3, 2.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Growth:
-    """Exponential growth, value = exp(intercept + slope * step).
+class Forecast:
+    """The level will be reached after step `early - 1` and not after step `late`."""
 
-    Attributes:
-        slope: per step, of the natural logarithm; `slope_low` to `slope_high` holds it with the
-            confidence CONFIDENCE.
-        last_step: of the newest point.
-        last: the line's value there.
+    level: float
+    early: int
+    late: int
+
+
+def forecast(
+    steps: Sequence[int],
+    values: Sequence[float],
+    level: float,
+    *,
+    bound: float | None = None,
+    last_step: int | None = None,
+) -> Forecast | None:
+    """When the max logit that was `values` at `steps`, oldest first, will reach `level`.
+
+    Args:
+        steps: of a history longer than POINTS, the newest count.
+        values: as many; NaN and infinities are allowed, and nothing is forecast from them.
+        level: a max logit.
+        bound: the largest logit that the layer's norm allows; None if there is no such norm.
+        last_step: at which the run ends; None if that is not known.
+
+    Returns None where no forecast would deserve trust: with fewer than POINTS values, below FROM times
+    the level, at the level or above it, without steady growth, for a date further away than what was
+    looked at, or later than the run's end, where the bound keeps logits below the level, and where the
+    steps do not increase.
     """
-
-    slope: float
-    slope_low: float
-    slope_high: float
-    last_step: int
-    last: float
-
-    @property
-    def doubling_steps(self) -> float:
-        """Steps in which the value doubles; inf if it does not grow."""
-        return math.log(2) / self.slope if self.slope > 0 else math.inf
-
-    @property
-    def is_growing(self) -> bool:
-        """Whether the whole interval of the slope is above zero."""
-        return self.slope_low > 0
-
-    def reaches(self, level: float) -> tuple[float, float]:
-        """Earliest and latest step at which the line is at `level`, by the interval of the slope; inf if
-        it never is, the newest step if it is there already."""
-        if self.last >= level:
-            return float(self.last_step), float(self.last_step)
-        distance = math.log(level / self.last)
-
-        def at(slope: float) -> float:
-            return self.last_step + distance / slope if slope > 0 else math.inf
-
-        return at(self.slope_high), at(self.slope_low)
-
-
-def fit(steps: Sequence[int], values: Sequence[float]) -> Growth | None:
-    """The growth of positive values; None with fewer than MIN_POINTS of them. Of many, MAX_POINTS evenly
-    spaced ones count, the last among them.
-
-    Values that are not finite or not positive are left out: a logit below 0 says nothing of growth.
-    """
-    pairs = zip(steps, values, strict=True)
-    points = [(step, math.log(v)) for step, v in pairs if math.isfinite(v) and v > 0]
-    if len(points) < MIN_POINTS:
+    steps, values = steps[-POINTS:], values[-POINTS:]
+    if len(values) < POINTS or not FROM * level <= values[-1] < level:
         return None
-    points = points[::-1][:: -(-len(points) // MAX_POINTS)][::-1]
-    n = len(points)
-    slopes = sorted(
-        (y2 - y1) / (x2 - x1)
-        for i, (x1, y1) in enumerate(points)
-        for x2, y2 in points[i + 1 :]
-        if x2 != x1
-    )
-    if not slopes:
+    if not all(0 < value < math.inf for value in values) or (bound is not None and bound < level):
+        return None
+    if any(after <= before for before, after in pairwise(steps)):
+        return None
+    logs = [math.log(value) for value in values]
+    slopes = [
+        (logs[j] - logs[i]) / (steps[j] - steps[i]) for i in range(POINTS) for j in range(i + 1, POINTS)
+    ]
+    if sum(slope > 0 for slope in slopes) < RISING * len(slopes):
         return None
     slope = median(slopes)
-    deviation = math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    reach = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * deviation
-    low = max(0, math.floor((len(slopes) - reach) / 2))
-    high = min(len(slopes) - 1, math.ceil((len(slopes) + reach) / 2))
-    intercept = median(y - slope * x for x, y in points)
-    last_step = points[-1][0]
-    return Growth(
-        slope=slope,
-        slope_low=slopes[low],
-        slope_high=slopes[high],
-        last_step=last_step,
-        last=math.exp(intercept + slope * last_step),
-    )
+    line = median(log + slope * (steps[-1] - step) for log, step in zip(logs, steps, strict=True))
+    seen = steps[-1] - steps[0]
+    # What lies between two records is not known: no date is nearer than one of their distances.
+    distance = max((math.log(level) - line) / slope, seen / (POINTS - 1))
+    early = steps[-1] + max(1, round(EARLY * distance))
+    late = steps[-1] + math.ceil(LATE * distance)
+    if distance > FURTHEST * seen or (last_step is not None and late > last_step):
+        return None
+    return Forecast(level=level, early=early, late=late)

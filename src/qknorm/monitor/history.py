@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from qknorm.monitor.record import LayerRecord, Record
 
-LENGTH = 48  # records; a line is fitted through all of them
+LENGTH = 48  # records
 
 
 @dataclass(kw_only=True)
 class LayerHistory:
-    """One layer: its steps and records, oldest first."""
+    """One layer: its steps and records, oldest first, at most LENGTH of each."""
 
-    steps: deque[int] = field(default_factory=lambda: deque(maxlen=LENGTH))
-    records: deque[LayerRecord] = field(default_factory=lambda: deque(maxlen=LENGTH))
-
-    def head(self, name: str, head: int) -> list[float]:
-        """One statistic of one head over time."""
-        return [getattr(record, name)[head] for record in self.records]
+    steps: list[int] = field(default_factory=list)
+    records: list[LayerRecord] = field(default_factory=list)
 
     @property
     def last(self) -> LayerRecord:
@@ -45,3 +40,4 @@ class History:
                 kept.records.clear()
             kept.steps.append(record.step)
             kept.records.append(layer)
+            del kept.steps[:-LENGTH], kept.records[:-LENGTH]

@@ -162,7 +162,8 @@ def to_record(line: dict[str, Any]) -> Record:
 
 def to_alert(line: dict[str, Any]) -> Alert:
     """A line of kind "alert" as what was written."""
-    return Alert(**{part.name: line[part.name] for part in fields(Alert)})
+    values = {part.name: line[part.name] for part in fields(Alert)}
+    return Alert(**values | {"heads": tuple(line["heads"])})
 
 
 def _layer(values: dict[str, Any]) -> dict[str, Any]:

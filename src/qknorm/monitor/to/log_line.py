@@ -10,12 +10,12 @@ LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "alarm": logging.ERR
 
 
 def log_line(alert: Alert) -> None:
-    """Pass it in `to=` of the alerts."""
+    """Pass it in `to=` of the alerts. What to do follows the first alert of each code in a run."""
     logging.getLogger("qknorm").log(
         LEVELS[alert.severity],
-        "step %d, %s: %s. %s",
+        "step %d, %s: %s.%s",
         alert.step,
         alert.code,
         alert.message,
-        alert.advice,
+        f" {alert.advice}" if alert.is_first else "",
     )

@@ -167,8 +167,7 @@ class Mlflow:
         if isinstance(item, Record):
             self.client.log_metrics(scalars(item), step=item.step, run_id=self._run_id)
         else:
-            where = ".".join(str(part) for part in (item.layer, item.head) if part is not None)
-            name = f"attention.{item.code}.{item.step}.{where}".rstrip(".")
+            name = f"attention.{item.code}.{item.step}.{item.layer}".rstrip(".")
             self.client.MlflowClient().set_tag(self._run_id, name, item.message)
 
 
