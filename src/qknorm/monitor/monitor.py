@@ -110,7 +110,7 @@ class Monitor:
                     raise ValueError(f"two parts of the model have a layer {name}: names must differ")
                 layer = Layer(name, module, switch, is_fused=tap is own)
                 # Some projects keep the norms in the module around the one that attends.
-                layers[name] = layer, tap, [module, *_around(part, path)]
+                layers[name] = layer, tap, _around(part, path)
         if not layers and not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 f"{', '.join(type(part).__name__ for part in parts)} has no attention that can be "
@@ -119,11 +119,11 @@ class Monitor:
                 "F.scaled_dot_product_attention or flex_attention"
             )
         with ExitStack() as undo:  # a failure half-way leaves nothing behind
-            for layer, tap, holders in layers.values():
+            for layer, tap, around in layers.values():
                 undo.callback(layer.module.__dict__.pop, ATTRIBUTE, None)
                 layer.module.__dict__[ATTRIBUTE] = layer
                 undo.callback(tap.install(layer))
-                layer.norms, undo_norms = norms.install(holders, switch)
+                layer.norms, undo_norms = norms.install(layer.module, around, switch)
                 undo.callback(undo_norms)
             # What is compiled already would go on without us.
             torch.compiler.reset()
@@ -211,7 +211,7 @@ class Monitor:
         for (name, phase), part in merged.items():
             if part.buffer[FIELD["rows"]].sum() > 0:
                 layer = self.layers.get(name)  # None: it lives on another rank
-                note = None if layer is None else layer.note_of_record
+                note = None if layer is None else layer.note_of_record(phase)
                 by_phase.setdefault(phase, {})[name] = layer_record(part, note=note)
         seen = set().union(*by_phase.values())
         silent = {name: layer.silence for name, layer in self.layers.items() if name not in seen}
