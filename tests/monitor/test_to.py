@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from made import layer, record
-from qknorm.monitor import Record
+from qknorm.lab.timeline import Timeline
+from qknorm.monitor import Monitor, Record
 from qknorm.monitor.alerts import Alerts
 from qknorm.monitor.scalars import heatmap, scalars, worst_heads
 from qknorm.monitor.to.jsonl import JsonLines, rank_path, read_lines, to_record
+from qknorm.monitor.to.trackers import Gauges
+from test_taps import C, Plain
 
 ODD = record(
     3,
@@ -93,6 +97,62 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     path.write_text('{"kind": "record", "schema": 99, "step": 0}\n')
     with pytest.raises(ValueError, match="schema 99, newer than"):
         list(read_lines(path))
+
+
+def test_f84_the_log_of_a_watched_run_says_what_it_is_of_and_that_it_is_over(tmp_path: Path) -> None:
+    for name, failing in (("whole", False), ("failed", True), ("again", False)):
+        path = tmp_path / f"{name}.jsonl"
+        log, model = JsonLines(path), Plain()
+        for _ in range(2 if name == "again" else 1):
+            try:
+                with Monitor.attach(model, every=2, to=[log, Alerts(to=[log])]) as monitor:
+                    for _ in range(3):
+                        model(torch.randn(2, 4, C))
+                        monitor.step()
+                    if failing:
+                        raise InterruptedError
+            except InterruptedError:
+                pass
+        log.close()
+        lines = list(read_lines(path))
+        kinds = [line["kind"] for line in lines if line["kind"] != "alert"]
+        once = ["start", "record", "record", *["end"] * (not failing)]
+        assert kinds == once * (2 if name == "again" else 1)
+        facts = lines[0]
+        assert (facts["every"], facts["sample"], facts["ranks"]) == (2, None, 1)
+        assert facts["layers"] == {"": "Plain"}
+        assert facts["versions"]["torch"] == torch.__version__
+        assert failing or lines[-1] == {"kind": "end", "schema": 1, "steps": 3}
+        timeline = Timeline()
+        for line in lines:
+            timeline.feed(line)
+        assert timeline.has_ended == (not failing)
+
+
+def test_f78_what_cannot_be_called_with_a_record_is_refused_at_once(tmp_path: Path) -> None:
+    model = Plain()
+    for wrong in (str(tmp_path), [str(tmp_path)], JsonLines, [JsonLines], object(), [None]):
+        with pytest.raises(TypeError, match=r"a destination is called with each record, .* cannot be"):
+            Monitor.attach(model, to=wrong)
+    with pytest.raises(TypeError, match="pass a function that makes a gauge of a name; got str"):
+        Gauges("attention")
+    Monitor.attach(model, to=print).detach()  # nothing was left behind
+
+
+def test_f78_a_destination_that_fails_complains_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, seen = Plain(), []
+
+    def fails(item: object) -> None:
+        raise OSError("no room\nat all")
+
+    with Monitor.attach(model, every=1, to=[fails, seen.append]) as monitor:
+        for _ in range(3):
+            model(torch.randn(2, 4, C))
+            monitor.step()
+    assert len(seen) == 3
+    (line,) = [r.getMessage() for r in caplog.records if "no room" in r.getMessage()]
+    assert "\n" not in line
+    assert "fails" in line
 
 
 def big() -> Record:

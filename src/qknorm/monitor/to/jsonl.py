@@ -2,10 +2,11 @@
 
 A line has a `kind`:
 
+* "start": what is watched, how often, and by which versions; once more where a run is resumed;
 * "record", "alert": see `Record` and `Alert`;
 * "step": what a trainer says of one optimizer step, such as its loss;
 * "final": how a run came out; what follows it belongs to it;
-* "end": the run is over.
+* "end": the run is over, unless another "start" follows.
 
 What JSON cannot say is written as the strings "NaN", "Infinity" and "-Infinity".
 """
@@ -42,8 +43,10 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = []
         if self.path.exists() and resume_after is not None:
-            begun = itertools.takewhile(lambda line: line["kind"] not in CLOSING, read_lines(self.path))
-            kept = [line for line in begun if line.get("step", 0) <= resume_after]
+            begun = itertools.takewhile(lambda line: line["kind"] != "final", read_lines(self.path))
+            kept = [
+                line for line in begun if line["kind"] != "end" and line.get("step", 0) <= resume_after
+            ]
         elif self.path.exists() and self.path.stat().st_size:
             self.path.rename(_free_name(self.path))
         temporary = self.path.with_name(f".{self.path.name}.new")
@@ -56,6 +59,7 @@ class JsonLines:
         finally:
             temporary.unlink(missing_ok=True)
         self._file = self.path.open("a")
+        self._has_ended = False
 
     def __call__(self, item: Item) -> None:
         """Append; it is with the operating system when this returns."""
@@ -64,12 +68,23 @@ class JsonLines:
         self._file.write(_dump({"kind": item["kind"], "schema": SCHEMA} | item))
         self._file.flush()
 
+    def run_started(self, facts: dict[str, Any]) -> None:
+        """Say what the records that follow are of."""
+        self._has_ended = False
+        self({"kind": "start"} | facts)
+
+    def run_ended(self, facts: dict[str, Any]) -> None:
+        """Tell those who follow the file that the run is over."""
+        if not self._has_ended:
+            self._has_ended = True
+            self({"kind": "end"} | facts)
+
     def close(self, *, ended: bool = False) -> None:
         """Write everything to disk; `ended`: tell those who follow the file that the run is over."""
         if self._file.closed:
             return
         if ended:
-            self({"kind": "end"})
+            self.run_ended({})
         os.fsync(self._file.fileno())
         self._file.close()
 

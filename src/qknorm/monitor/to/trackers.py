@@ -179,6 +179,9 @@ class Gauges:
     make: Callable[[str], Any]
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        _check(self.make, "__call__", "a function that makes a gauge of a name")
+
     def __call__(self, item: Record | Alert) -> None:
         """Set the gauges to the newest values."""
         if isinstance(item, Record):
