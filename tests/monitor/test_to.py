@@ -12,8 +12,9 @@ import torch
 
 from made import layer, record
 from qknorm.lab.timeline import Timeline
-from qknorm.monitor import Monitor, Record
+from qknorm.monitor import Monitor, Record, read_frame
 from qknorm.monitor.alerts import Alerts
+from qknorm.monitor.frame import read_rows
 from qknorm.monitor.scalars import heatmap, scalars, worst_heads
 from qknorm.monitor.to.jsonl import JsonLines, rank_path, read_lines, to_record
 from qknorm.monitor.to.trackers import Gauges
@@ -153,6 +154,67 @@ def test_f78_a_destination_that_fails_complains_once(caplog: pytest.LogCaptureFi
     (line,) = [r.getMessage() for r in caplog.records if "no room" in r.getMessage()]
     assert "\n" not in line
     assert "fails" in line
+
+
+def test_f84_a_record_is_read_as_a_table() -> None:
+    found = record(
+        30,
+        {
+            "blocks.0.attn": layer([1.5, 88.25], bound=120.0, note="why <not>"),
+            "blocks.1.attn": layer([2.0, 3.0]),
+        },
+        silent={"blocks.2.attn": "it was not called"},
+    )
+    title, head, *rows = str(found).splitlines()
+    assert title == "step 30: largest logit 88.25, lowest layer entropy 2 nats"
+    assert head.split("  ")[0].strip() == "layer"
+    assert rows[0].split() == ["blocks.0.attn", "88.25", "1", "120", "2", "0.5", "1", "1"]
+    assert rows[1].split() == ["blocks.1.attn", "3", "1", "-", "2", "0.5", "1", "1"]
+    assert len({len(line) for line in (head, *rows[:2])}) == 1, "the columns are aligned"
+    assert rows[2:] == ["blocks.0.attn: why <not>", "blocks.2.attn: nothing was seen, it was not called"]
+    page = found._repr_html_()
+    assert page.count("<tr>") == 3
+    assert "why &lt;not&gt;" in page
+    assert "nan" in str(ODD)
+    assert str(record(0, {})) == "step 0: no attention was seen"
+
+
+@pytest.fixture
+def log_of_three(tmp_path: Path) -> Path:
+    log = JsonLines(rank_path(tmp_path, 0))
+    log.run_started({})
+    log(record(0, {"a": layer([1.0, 2.0, 3.0, 4.0], k_rms=[0.5, 0.7], k_rms_cv=[0.0, 0.1], bound=8.0)}))
+    log(ODD)
+    log(record(3, {"a": layer([5.0])}, phase="eval"))
+    log.close()
+    return log.path
+
+
+def test_f84_a_log_becomes_rows(log_of_three: Path, tmp_path: Path) -> None:
+    rows = list(read_rows(tmp_path))
+    assert same(rows, list(read_rows(log_of_three)))
+    assert [(row["step"], row["phase"], row["layer"], row["head"]) for row in rows] == [
+        *((0, "train", "a", head) for head in range(4)),
+        *((3, "train", "a", head) for head in range(2)),
+        (3, "train", "b", 0),
+        (3, "eval", "a", 0),
+    ]
+    assert same([row["max_logit"] for row in rows[:6]], [1.0, 2.0, 3.0, 4.0, 1.5, math.nan])
+    assert [row["k_rms"] for row in rows[:4]] == [0.5, 0.5, 0.7, 0.7]
+    assert [row["bound"] for row in rows[:5]] == [8.0] * 4 + [math.inf]
+    assert rows[4]["first_mass"] is None
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no log"):
+        list(read_rows(tmp_path / "empty"))
+
+
+def test_f84_a_log_becomes_a_data_frame(log_of_three: Path) -> None:
+    pandas = pytest.importorskip("pandas", reason="needs the extra qknorm[pandas]")
+    frame = read_frame(log_of_three)
+    assert frame.equals(pandas.DataFrame(list(read_rows(log_of_three))))
+    assert list(frame.max_logit[:5]) == [1.0, 2.0, 3.0, 4.0, 1.5]
+    assert frame.first_mass.isna()[4]
+    assert frame.bound.dtype == float
 
 
 def big() -> Record:

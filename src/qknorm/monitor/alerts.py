@@ -8,7 +8,7 @@ what is broken already (QM008).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from qknorm.monitor.forecast import MIN_POINTS, fit
 from qknorm.monitor.history import History, LayerHistory
 from qknorm.monitor.record import Record
-from qknorm.monitor.to.delivery import Delivery, Destination
+from qknorm.monitor.to.delivery import Delivery, Destination, destinations
 
 Severity = Literal["info", "warning", "alarm"]
 MOST_ALIKE = 16  # alerts of one kind in one record
@@ -114,15 +114,24 @@ class Alerts:
         thresholds: when a rule speaks.
         to: called with each new alert, each on its own. One that raises gets it again with the next
             record, as long as it holds.
+        on_alarm: called with each new alarm, as a destination is: `on_alarm=alarms.append` in a loop of
+            your own that stops `if alarms`. What it raises is logged and ends nothing.
     """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
     to: list[Destination] = field(default_factory=list)
+    on_alarm: Callable[[Alert], object] | None = None
     history: History = field(default_factory=History)
     _standing: dict[_Key, int] = field(default_factory=dict)
     _records: int = 0
     _owed: dict[int, list[_Key]] = field(default_factory=dict)  # by the id of a destination that failed
     _deliver: Delivery = field(default_factory=Delivery)
+
+    def __post_init__(self) -> None:
+        self.to = destinations(self.to)
+        if self.on_alarm is not None:
+            (act,) = destinations(self.on_alarm)
+            self.to.append(lambda alert: act(alert) if alert.severity == "alarm" else None)
 
     def __call__(self, record: Record) -> list[Alert]:
         """The alerts that are new with this record."""

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
+from qknorm.monitor import table
 from qknorm.monitor.fields import FIELDS
 from qknorm.monitor.norms import ROUNDING
 from qknorm.monitor.reduce import Part
@@ -69,6 +70,12 @@ class LayerRecord:
         """The largest logit of the layer."""
         return worst(self.max_logit)
 
+    @property
+    def worst_head(self) -> int:
+        """The head with the largest logit, or the first that is NaN."""
+        tops = self.max_logit
+        return max(range(len(tops)), key=lambda i: math.inf if math.isnan(tops[i]) else tops[i])
+
     def seen(self, name: str) -> list[float]:
         """One statistic of the heads of which a row counted."""
         values: list[float] = getattr(self, name)
@@ -112,6 +119,12 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Plain values. NaN and infinities stay; the writer of the file encodes them."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        return table.text(self)
+
+    def _repr_html_(self) -> str:  # which notebooks ask for
+        return table.as_html(self)
 
 
 def worst(values: list[float]) -> float:

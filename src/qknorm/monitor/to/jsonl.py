@@ -174,18 +174,19 @@ def _layer(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dump(line: dict[str, Any]) -> str:
-    return json.dumps(_named(line), allow_nan=False) + "\n"
+    return json.dumps(named(line), allow_nan=False) + "\n"
 
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def _named(value: Any) -> Any:
+def named(value: Any) -> Any:
+    """The value with words for the numbers that JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _named(item) for key, item in value.items()}
-    return [_named(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: named(item) for key, item in value.items()}
+    return [named(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, Any]:
