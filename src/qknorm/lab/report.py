@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from qknorm.lab import watched
 from qknorm.lab.compare import sensitivities
 from qknorm.lab.figures import figures
 from qknorm.lab.files import replace_file
@@ -117,7 +118,7 @@ def write_report(runs: Sequence[Run], path: Path) -> Path:
     summary = [run.final for run in runs if run.final is not None]
     page = template.render(
         plotly=get_plotlyjs(),
-        sentences=words(summary) + _alarms(runs),
+        sentences=_sentences(runs, summary) + _alarms(runs),
         runs=runs,
         curves=figures(runs),
         shared=_shared([_flat(run.config) for run in runs]),
@@ -128,6 +129,12 @@ def write_report(runs: Sequence[Run], path: Path) -> Path:
     )
     replace_file(path, lambda file: file.write(page.encode()))
     return path
+
+
+def _sentences(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> list[str]:
+    """Of the lab's runs, and of those that only the monitor knows."""
+    others = watched.sentences([run for run in runs if not run.config])
+    return others if others and not summary else words(summary) + others
 
 
 def _alarms(runs: Sequence[Run]) -> list[str]:

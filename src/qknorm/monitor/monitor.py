@@ -84,8 +84,8 @@ class Monitor:
             group: the ranks whose layers, heads and tokens make up the model; all if None.
             tensor_parallel: the ranks among which heads are split, in the order of the heads.
             to: called with every record on every rank, each on its own: one that raises is logged once.
-                Those with `run_started` and `run_ended`, such as `JsonLines`, are told what is watched as
-                the run begins, and when it is over.
+                Those with `run_started` and `run_ended`, such as `JsonLines`, are told what is watched
+                as the run begins, and when it is over.
 
         Raises:
             ValueError: no layer has a tap, the model is watched already, or an option makes no sense.
