@@ -77,9 +77,9 @@ class Heads(NamedTuple):
     """q or k of one layer: how many heads of which width, and the sums of their RMS, or None if these
     are of q and k before their norm. See `fields.FIELDS`."""
 
-    count: int
+    number: int
     width: int
-    sums: Tensor | None  # [3, count]: RMS, its square, rows
+    sums: Tensor | None  # [3, number]: RMS, its square, rows
 
 
 class Norms:
@@ -206,17 +206,17 @@ def _is_numbered(norms: list[Norm], paths: dict[Norm, str]) -> bool:
 
 
 def _reach(gains: list[Tensor], heads: Heads, *, is_per_head: bool) -> Tensor:
-    """`[heads.count]`: how long a vector of each head may be. One statistic over n entries lets the
+    """`[heads.number]`: how long a vector of each head may be. One statistic over n entries lets the
     square of one of them be n, also where these are of all heads."""
-    if is_per_head and len(gains) == heads.count:
+    if is_per_head and len(gains) == heads.number:
         gains = [torch.stack(gains)]
     reach = []
     for gain in gains:
         flat = gain.flatten()
         is_whole = flat.numel() % heads.width == 0
         largest = flat.view(-1, heads.width).amax(-1) if is_whole else flat.amax()[None]
-        if len(largest) != heads.count:
-            largest = largest.amax().expand(heads.count)
+        if len(largest) != heads.number:
+            largest = largest.amax().expand(heads.number)
         reach.append(largest * gain.shape[-1] ** 0.5)
     return torch.stack(reach).amax(0)
 

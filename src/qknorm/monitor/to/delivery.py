@@ -13,7 +13,7 @@ LOG = logging.getLogger("qknorm")
 Destination = Callable[[Any], object]
 
 
-def destinations(to: Destination | Iterable[Destination]) -> list[Destination]:
+def destinations(to: Any) -> list[Destination]:
     """One or several destinations as a list.
 
     Raises TypeError for what cannot be called with a record.
