@@ -35,7 +35,9 @@ def examples(count: int = 64) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def trainer(folder: Path, model: LlamaForCausalLM, **options: Any) -> Trainer:
+def trainer(
+    folder: Path, model: LlamaForCausalLM, callbacks: list[TrainerCallback] | None = None, **options: Any
+) -> Trainer:
     arguments = {
         "output_dir": str(folder),
         "max_steps": 6,
@@ -52,6 +54,7 @@ def trainer(folder: Path, model: LlamaForCausalLM, **options: Any) -> Trainer:
         TrainingArguments(**arguments | options),
         train_dataset=examples(),
         eval_dataset=examples(4),
+        callbacks=callbacks,
     )
 
 
@@ -72,9 +75,9 @@ def lines(folder: Path, kind: str = "record") -> list[dict[str, Any]]:
 def test_records_reach_the_file_the_trackers_and_the_history(tmp_path: Path) -> None:
     run = trainer(tmp_path, new_model(), eval_strategy="steps", eval_steps=2)
     tracker = Tracker()
-    run.callback_handler.callbacks.insert(0, tracker)
+    run.add_callback(tracker)
     seen: list[Any] = []
-    MonitorCallback.add_to(run, every=2, to=[seen.append])
+    run.add_callback(MonitorCallback(every=2, to=[seen.append]))
     run.train()
     records = [line for line in lines(tmp_path) if line["phase"] == "train"]
     assert [line["step"] for line in records] == [0, 2, 4]
@@ -96,7 +99,7 @@ def test_watching_changes_no_bit_of_the_weights(tmp_path: Path) -> None:
     for watched in (False, True):
         run = trainer(tmp_path / str(watched), new_model())
         if watched:
-            MonitorCallback.add_to(run, every=1)
+            run.add_callback(MonitorCallback(every=1))
         run.train()
         weights.append(run.model.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -105,13 +108,13 @@ def test_watching_changes_no_bit_of_the_weights(tmp_path: Path) -> None:
 
 def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole", new_model())
-    MonitorCallback.add_to(whole, every=1)
+    whole.add_callback(MonitorCallback(every=1))
     whole.train()
     part = trainer(tmp_path / "parts", new_model())
-    MonitorCallback.add_to(part, every=1)
+    part.add_callback(MonitorCallback(every=1))
     part.train()  # as if it had been stopped after the checkpoint of step 3
     again = trainer(tmp_path / "parts", new_model())
-    MonitorCallback.add_to(again, every=1)
+    again.add_callback(MonitorCallback(every=1))
     again.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
     found, wanted = lines(tmp_path / "parts"), lines(tmp_path / "whole")
     assert [line["step"] for line in found] == [0, 1, 2, 3, 4, 5]
@@ -121,7 +124,7 @@ def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
 def test_f29_a_second_training_is_a_new_run_with_a_file_of_its_own(tmp_path: Path) -> None:
     """With accumulated micro-batches, of which the last step of an epoch has fewer."""
     run = trainer(tmp_path, new_model(), max_steps=-1, num_train_epochs=1, gradient_accumulation_steps=3)
-    MonitorCallback.add_to(run, every=2)
+    run.add_callback(MonitorCallback(every=2))
     for _ in range(2):
         run.train()
         assert run.state.global_step == 11
@@ -136,7 +139,7 @@ def test_an_alarm_is_a_log_line_and_can_stop_the_training(
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight[0, 0] = torch.nan
     run = trainer(tmp_path, model)
-    MonitorCallback.add_to(run, every=1, stop_on_alarm=True)
+    run.add_callback(MonitorCallback(every=1, stop_on_alarm=True))
     with caplog.at_level(logging.INFO, logger="qknorm"):
         run.train()
     assert run.state.global_step == 1
@@ -144,9 +147,30 @@ def test_an_alarm_is_a_log_line_and_can_stop_the_training(
     assert {line["code"] for line in lines(tmp_path, "alert")} >= {"QM008"}
 
 
-def test_as_a_callback_of_the_constructor_it_records_all_the_same(tmp_path: Path) -> None:
-    run = trainer(tmp_path, new_model())
-    run.add_callback(MonitorCallback(every=3, folder=tmp_path / "elsewhere"))
+def scalars(folder: Path) -> dict[str, list[int]]:
+    """The steps of each scalar in the event files of a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("place", ["constructor", "added", "before"])
+def test_f79_its_numbers_reach_tensorboard_wherever_it_stands(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
+    callback, later = MonitorCallback(every=1, folder=tmp_path / "elsewhere"), Tracker()
+    given = {"constructor": [callback, later], "before": [later, callback], "added": [later]}[place]
+    run = trainer(tmp_path, new_model(), callbacks=given, report_to=["tensorboard"], max_steps=4)
+    if place == "added":
+        run.add_callback(callback)
+    order = [type(one) for one in run.callback_handler.callbacks if one is not callback]
     run.train()
-    assert [line["step"] for line in lines(tmp_path / "elsewhere")] == [0, 3]
-    assert "attention/max_logit" in next(h for h in run.state.log_history if "loss" in h)
+    found = scalars(tmp_path / "tb")
+    assert found["train/attention/max_logit"] == found["train/loss"] == [2, 4]
+    assert len([tag for tag in found if tag.startswith("train/attention/")]) >= 18
+    assert all("attention/max_logit" in log for log in later.logs if "loss" in log)
+    assert [type(one) for one in run.callback_handler.callbacks if one is not callback] == order
+    assert [line["step"] for line in lines(tmp_path / "elsewhere")] == [0, 1, 2, 3]

@@ -271,3 +271,19 @@ def test_f23_the_same_for_records(caplog: pytest.LogCaptureFixture) -> None:
             monitor.step()
     assert len(seen) == 4
     assert [one.message.split()[0] for one in caplog.records] == ["Broken", "Broken"]
+
+
+def test_f71_advice_for_a_normed_layer_is_never_to_add_a_norm() -> None:
+    """Each rule that advises QK-norm says something else where q and k are normalised already."""
+    closing = {"entropy_ratio": [0.01, 0.01], "entropy_nats": [0.01, 0.01]}
+    rising = [[20 * 2 ** (i / 10)] * 2 for i in range(12)]
+    for is_normed in (False, True):
+        alerts, said = Alerts(), {}
+        for i, tops in enumerate([*rising, [60.0] * 2]):
+            other = closing if i == len(rising) else {}
+            made = layer(tops, is_normed=is_normed, **other)
+            said |= {a.code: a.advice for a in alerts(record(10 * i, {"a": made}))}
+        assert said.keys() >= {"QM001", "QM002", "QM004", "QM010"}
+        adds = [code for code, advice in said.items() if "QK-norm" in advice or "add one" in advice]
+        assert adds == ([] if is_normed else adds)
+        assert is_normed or set(adds) >= {"QM001", "QM002", "QM004", "QM010"}

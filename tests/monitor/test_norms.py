@@ -139,6 +139,212 @@ def test_f64_norms_of_the_module_around() -> None:
     assert found.bound == pytest.approx(SCALE * D * float(q * k), rel=1e-6)
 
 
+class Handwritten(nn.Module):
+    """As many projects have it: neither torch's class nor torch's name for the gain."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(width, dtype=torch.float32, device="cpu"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.gamma
+
+
+class RMS(Handwritten):
+    """Of which only the class says a little."""
+
+
+class Pair(nn.Module):
+    """A module that holds both norms, as in Flux."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_norm, self.key_norm = nn.RMSNorm(D), nn.RMSNorm(D)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.query_norm(q), self.key_norm(k)
+
+
+class Spelled(nn.Module):
+    """Attention in a block with norms of its own, RoPE behind the norms of q and k."""
+
+    def __init__(self, norms: nn.Module, apply: Callable[[Any, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(C)  # of the input, inside the attention
+        self.q, self.k = nn.Linear(C, H * D), nn.Linear(C, H * D)
+        for name, norm in norms.named_children():
+            self.add_module(name, norm)
+        self.sub_norm = nn.RMSNorm(D)  # of the output, per head
+        self.apply_norms = apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        q, k = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k))
+        q, k = self.apply_norms(self, q, k)
+        angle = torch.arange(T, dtype=q.dtype)[:, None] * 0.1
+        q, k = (
+            torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
+            for a, b in (t.chunk(2, -1) for t in (q, k))
+        )
+        return self.sub_norm(F.scaled_dot_product_attention(q, k, k, scale=SCALE)).sum()
+
+
+def holding(**norms: nn.Module) -> nn.Module:
+    holder = nn.Module()
+    for name, norm in norms.items():
+        holder.add_module(name, norm)
+    return holder
+
+
+def by(q_name: str, k_name: str) -> Callable[[Any, Tensor, Tensor], Any]:
+    return lambda m, q, k: (m.get_submodule(q_name)(q), m.get_submodule(k_name)(k))
+
+
+SPELLINGS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor, Tensor], Any]]] = {
+    **{
+        q: (lambda q=q, k=k: holding(**{q: nn.RMSNorm(D), k: nn.RMSNorm(D)}), by(q, k))
+        for q, k in (
+            ("q_norm", "k_norm"),
+            ("norm_q", "norm_k"),
+            ("ln_q", "ln_k"),
+            ("qn", "kn"),
+            ("query_norm", "key_norm"),
+            ("qNorm", "kNorm"),
+            ("first", "second"),
+        )
+    },
+    "foreign class": (lambda: holding(qn=Handwritten(D), kn=Handwritten(D)), by("qn", "kn")),
+    "class says it": (lambda: holding(a=RMS(D), b=RMS(D)), by("a", "b")),
+    "one for both": (lambda: holding(qk_norm=nn.RMSNorm(D)), by("qk_norm", "qk_norm")),
+    "one, unnamed": (lambda: holding(shared=nn.RMSNorm(D)), by("shared", "shared")),
+    "once for both": (
+        lambda: holding(qk_norm=nn.RMSNorm(D)),
+        lambda m, q, k: m.qk_norm(torch.cat((q, k))).chunk(2),
+    ),
+    "a list": (
+        lambda: holding(norms=nn.ModuleList((nn.RMSNorm(D), nn.RMSNorm(D)))),
+        by("norms.0", "norms.1"),
+    ),
+    "a list per head": (
+        lambda: holding(
+            **{f"{t}_norms": nn.ModuleList(nn.RMSNorm(D) for _ in range(H)) for t in ("q", "k")}
+        ),
+        lambda m, q, k: tuple(
+            torch.stack([norm(t[:, i]) for i, norm in enumerate(norms)], 1)
+            for t, norms in ((q, m.q_norms), (k, m.k_norms))
+        ),
+    ),
+    "a module of both": (lambda: holding(pair=Pair()), lambda m, q, k: m.pair(q, k)),
+    "a norm called so": (lambda: holding(qk=Pair()), lambda m, q, k: m.qk(q, k)),
+    "behind a projection": (
+        lambda: holding(
+            to_q=nn.Sequential(nn.Linear(D, D), nn.RMSNorm(D)),
+            to_k=nn.Sequential(nn.Linear(D, D), nn.RMSNorm(D)),
+        ),
+        by("to_q", "to_k"),
+    ),
+    "beside one of v": (
+        lambda: holding(v_norm=nn.RMSNorm(D), q_norm=nn.RMSNorm(D), k_norm=nn.RMSNorm(D)),
+        lambda m, q, k: (m.v_norm(q), m.q_norm(q), m.k_norm(k))[1:],
+    ),
+    "without bias": (
+        lambda: holding(
+            q_ln=nn.LayerNorm(D, bias=False),
+            k_ln=nn.LayerNorm(D, bias=False),
+        ),
+        by("q_ln", "k_ln"),
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_f71_norms_are_found_by_being_called(spelling: str) -> None:
+    make, apply = SPELLINGS[spelling]
+    norms = make()
+    gains = [
+        p for n, p in norms.named_parameters() if p.dim() == 1 and "bias" not in n and "v_norm" not in n
+    ]
+    with torch.no_grad():
+        for i, gain in enumerate(gains):
+            gain.uniform_(0.8, 1.2)[i % D] = 1.3 + i / 8
+    model = Spelled(norms, apply)
+    found = record_of(model)
+    tops = [float(gain.max()) for gain in gains]
+    half = len(tops) // 2 or 1
+    q, k = max(tops[:half]), max(tops[-half:])
+    if spelling == "a list per head":
+        bound = max(a * b for a, b in zip(tops[:half], tops[half:], strict=True))
+    else:
+        bound = q * k
+    assert found.gain_max == pytest.approx((q, k), rel=1e-5)
+    assert found.bound == pytest.approx(SCALE * D * bound, rel=1e-5)
+    assert found.is_normed
+    assert 0 < found.top <= found.bound
+
+
+NOT_NORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor, Tensor], Any]]] = {
+    "no norm": (holding, lambda m, q, k: (q, k)),
+    "identities": (
+        lambda: holding(q_norm=nn.Identity(), k_norm=nn.Identity()),
+        by("q_norm", "k_norm"),
+    ),
+    "of something else": (
+        lambda: holding(first=nn.RMSNorm(D), second=nn.RMSNorm(D)),
+        lambda m, q, k: (m.first(q), m.second(k), q, k)[2:],
+    ),
+    "only q": (lambda: holding(q_norm=nn.RMSNorm(D)), lambda m, q, k: (m.q_norm(q), k)),
+}
+
+
+@pytest.mark.parametrize("case", NOT_NORMS)
+def test_f71_what_made_neither_q_nor_k_gives_no_bound(case: str) -> None:
+    make, apply = NOT_NORMS[case]
+    found = record_of(Spelled(make(), apply))
+    assert found.bound is found.gain_max is found.note is None
+    assert not found.is_normed
+
+
+def test_f71_what_stretches_behind_the_norm_takes_the_bound_away() -> None:
+    apply = by("q_norm", "k_norm")
+    found = record_of(
+        Spelled(
+            holding(q_norm=nn.RMSNorm(D), k_norm=nn.RMSNorm(D)),
+            lambda m, q, k: tuple(1.1 * t for t in apply(m, q, k)),
+        )
+    )
+    assert found.gain_max == pytest.approx((1.0, 1.0))
+    assert found.bound is None
+    assert found.is_normed
+
+
+def test_f71_a_norm_that_no_module_holds_is_seen_in_the_rms() -> None:
+    gain = torch.rand(1)
+    found = record_of(
+        Spelled(holding(), lambda m, q, k: tuple(gain * F.rms_norm(t, (D,)) for t in (q, k)))
+    )
+    assert found.is_normed
+    assert found.bound is found.gain_max is None
+    assert "no module tells its gains" in found.note
+
+
+def test_f71_compiled_and_checkpointed_it_is_the_same() -> None:
+    torch.manual_seed(1)
+    make, apply = SPELLINGS["a list"]
+    model = Spelled(make(), apply)
+    x = torch.randn(B, T, C)
+    found = []
+    for run in (
+        model,
+        torch.compile(model, backend="aot_eager"),
+        lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False),
+    ):
+        with Monitor.attach(model, every=1) as monitor:
+            run(x).backward()
+            (record,) = monitor.step()
+        found.append(record.layers[""])
+    assert [one.bound for one in found] == [pytest.approx(SCALE * D)] * 3
+
+
 class Odd(nn.RMSNorm):
     """Does not answer to a vector of the shape of its weight."""
 
@@ -147,7 +353,7 @@ class Odd(nn.RMSNorm):
         return super().forward(x)
 
 
-def test_f20_what_does_not_answer_is_not_known_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_f20_what_does_not_answer_is_not_known_and_said() -> None:
     model, x = Normed(("q_norm", "k_norm"), lambda: Odd(D), full=False), torch.randn(B, T, C)
     expected = model(x)
     with Monitor.attach(model, every=1) as monitor:

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from made import layer, record
-from qknorm.monitor import Record
+from qknorm.lab.timeline import Timeline
+from qknorm.monitor import Monitor, Record, read_frame
 from qknorm.monitor.alerts import Alerts
+from qknorm.monitor.frame import read_rows
 from qknorm.monitor.scalars import heatmap, scalars, worst_heads
 from qknorm.monitor.to.jsonl import JsonLines, rank_path, read_lines, to_record
+from qknorm.monitor.to.trackers import Gauges
+from test_taps import C, Plain
 
 ODD = record(
     3,
@@ -93,6 +98,123 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     path.write_text('{"kind": "record", "schema": 99, "step": 0}\n')
     with pytest.raises(ValueError, match="schema 99, newer than"):
         list(read_lines(path))
+
+
+def test_f84_the_log_of_a_watched_run_says_what_it_is_of_and_that_it_is_over(tmp_path: Path) -> None:
+    for name, failing in (("whole", False), ("failed", True), ("again", False)):
+        path = tmp_path / f"{name}.jsonl"
+        log, model = JsonLines(path), Plain()
+        for _ in range(2 if name == "again" else 1):
+            try:
+                with Monitor.attach(model, every=2, to=[log, Alerts(to=[log])]) as monitor:
+                    for _ in range(3):
+                        model(torch.randn(2, 4, C))
+                        monitor.step()
+                    if failing:
+                        raise InterruptedError
+            except InterruptedError:
+                pass
+        log.close()
+        lines = list(read_lines(path))
+        kinds = [line["kind"] for line in lines if line["kind"] != "alert"]
+        once = ["start", "record", "record", *["end"] * (not failing)]
+        assert kinds == once * (2 if name == "again" else 1)
+        facts = lines[0]
+        assert (facts["every"], facts["sample"], facts["ranks"]) == (2, None, 1)
+        assert facts["layers"] == {"": "Plain"}
+        assert facts["versions"]["torch"] == torch.__version__
+        assert failing or lines[-1] == {"kind": "end", "schema": 1, "steps": 3}
+        timeline = Timeline()
+        for line in lines:
+            timeline.feed(line)
+        assert timeline.has_ended == (not failing)
+
+
+def test_f78_what_cannot_be_called_with_a_record_is_refused_at_once(tmp_path: Path) -> None:
+    model = Plain()
+    for wrong in (str(tmp_path), [str(tmp_path)], JsonLines, [JsonLines], object(), [None]):
+        with pytest.raises(TypeError, match=r"a destination is called with each record, .* cannot be"):
+            Monitor.attach(model, to=wrong)
+    with pytest.raises(TypeError, match="pass a function that makes a gauge of a name; got str"):
+        Gauges("attention")
+    Monitor.attach(model, to=print).detach()  # nothing was left behind
+
+
+def test_f78_a_destination_that_fails_complains_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, seen = Plain(), []
+
+    def fails(item: object) -> None:
+        raise OSError("no room\nat all")
+
+    with Monitor.attach(model, every=1, to=[fails, seen.append]) as monitor:
+        for _ in range(3):
+            model(torch.randn(2, 4, C))
+            monitor.step()
+    assert len(seen) == 3
+    (line,) = [r.getMessage() for r in caplog.records if "no room" in r.getMessage()]
+    assert "\n" not in line
+    assert "fails" in line
+
+
+def test_f84_a_record_is_read_as_a_table() -> None:
+    found = record(
+        30,
+        {
+            "blocks.0.attn": layer([1.5, 88.25], bound=120.0, note="why <not>"),
+            "blocks.1.attn": layer([2.0, 3.0]),
+        },
+        silent={"blocks.2.attn": "it was not called"},
+    )
+    title, head, *rows = str(found).splitlines()
+    assert title == "step 30: largest logit 88.25, lowest layer entropy 2 nats"
+    assert head.split("  ")[0].strip() == "layer"
+    assert rows[0].split() == ["blocks.0.attn", "88.25", "1", "120", "2", "0.5", "1", "1"]
+    assert rows[1].split() == ["blocks.1.attn", "3", "1", "-", "2", "0.5", "1", "1"]
+    assert len({len(line) for line in (head, *rows[:2])}) == 1, "the columns are aligned"
+    assert rows[2:] == ["blocks.0.attn: why <not>", "blocks.2.attn: nothing was seen, it was not called"]
+    page = found._repr_html_()
+    assert page.count("<tr>") == 3
+    assert "why &lt;not&gt;" in page
+    assert "nan" in str(ODD)
+    assert str(record(0, {})) == "step 0: no attention was seen"
+
+
+@pytest.fixture
+def log_of_three(tmp_path: Path) -> Path:
+    log = JsonLines(rank_path(tmp_path, 0))
+    log.run_started({})
+    log(record(0, {"a": layer([1.0, 2.0, 3.0, 4.0], k_rms=[0.5, 0.7], k_rms_cv=[0.0, 0.1], bound=8.0)}))
+    log(ODD)
+    log(record(3, {"a": layer([5.0])}, phase="eval"))
+    log.close()
+    return log.path
+
+
+def test_f84_a_log_becomes_rows(log_of_three: Path, tmp_path: Path) -> None:
+    rows = list(read_rows(tmp_path))
+    assert same(rows, list(read_rows(log_of_three)))
+    assert [(row["step"], row["phase"], row["layer"], row["head"]) for row in rows] == [
+        *((0, "train", "a", head) for head in range(4)),
+        *((3, "train", "a", head) for head in range(2)),
+        (3, "train", "b", 0),
+        (3, "eval", "a", 0),
+    ]
+    assert same([row["max_logit"] for row in rows[:6]], [1.0, 2.0, 3.0, 4.0, 1.5, math.nan])
+    assert [row["k_rms"] for row in rows[:4]] == [0.5, 0.5, 0.7, 0.7]
+    assert [row["bound"] for row in rows[:5]] == [8.0] * 4 + [math.inf]
+    assert rows[4]["first_mass"] is None
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no log"):
+        list(read_rows(tmp_path / "empty"))
+
+
+def test_f84_a_log_becomes_a_data_frame(log_of_three: Path) -> None:
+    pandas = pytest.importorskip("pandas", reason="needs the extra qknorm[pandas]")
+    frame = read_frame(log_of_three)
+    assert frame.equals(pandas.DataFrame(list(read_rows(log_of_three))))
+    assert list(frame.max_logit[:5]) == [1.0, 2.0, 3.0, 4.0, 1.5]
+    assert frame.first_mass.isna()[4]
+    assert frame.bound.dtype == float
 
 
 def big() -> Record:

@@ -142,6 +142,7 @@ def test_f22_wandb_keeps_all_of_the_user_and_of_us(
         assert [row["attention/step"] for row in ours] == list(range(STEPS))
         for step, row in enumerate(ours):
             assert row["attention/max_logit"] == step
+            assert row["attention/worst_1/head"] == "a head 0"
             assert ("attention_eval/max_logit" in row) == (step % 4 == 0)
 
 
@@ -301,7 +302,10 @@ def test_f22_tensorboard_keeps_all_of_the_user_and_of_us(tmp_path: Path) -> None
     assert [step for step, _ in scalars["attention_eval/max_logit"]] == [0, 4]
     assert len(read.Images("attention/entropy_ratio")) == STEPS
     texts = [tag for tag in read.Tags()["tensors"] if "text" in tag]
-    assert len(texts) == len({alert.code for alert in loud()[1]})
+    assert len([tag for tag in texts if "QM" in tag]) == len({alert.code for alert in loud()[1]})
+    name = "attention/worst_1/head/text_summary"
+    (event,) = read.Tensors(name)  # it has not changed since
+    assert event.tensor_proto.string_val == [b"a head 0"]
     send.writer.close()
 
 

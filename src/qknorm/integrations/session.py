@@ -13,7 +13,7 @@ from qknorm.monitor.alerts import Alert, Alerts
 from qknorm.monitor.history import LENGTH
 from qknorm.monitor.rules import Thresholds
 from qknorm.monitor.scalars import scalars
-from qknorm.monitor.to.delivery import Destination
+from qknorm.monitor.to.delivery import Destination, destinations
 from qknorm.monitor.to.jsonl import JsonLines, rank_path, read_lines, to_record
 from qknorm.monitor.to.log_line import log_line
 
@@ -52,7 +52,7 @@ class Session:
         self.alarm: Alert | None = None
         self.alerts = Alerts(thresholds=thresholds or Thresholds(), last_step=last_step)
         self.file: JsonLines | None = None
-        self.destinations = list(to) if self.rank == 0 else []
+        self.destinations = destinations(to) if self.rank == 0 else []
         self.has_begun = False
         self.monitor = Monitor.attach(model, every=every, sample=sample, tensor_parallel=tensor_parallel)
         self.monitor.load_state_dict({"step_count": step})
@@ -101,7 +101,7 @@ class Session:
         """
         if flush and not failed and self.has_begun:
             self.monitor.flush()
-        self.monitor.detach()
+        self.monitor.detach(failed=failed)
         if self.file is not None:
             self.file.close(ended=not failed)
 
@@ -129,7 +129,7 @@ class Watcher:
         to: Iterable[Destination] = (),
     ) -> None:
         self.every, self.sample, self.folder = every, sample, folder
-        self.thresholds, self.stop_on_alarm, self.to = thresholds, stop_on_alarm, list(to)
+        self.thresholds, self.stop_on_alarm, self.to = thresholds, stop_on_alarm, destinations(to)
         self.session: Session | None = None
 
     def begin(

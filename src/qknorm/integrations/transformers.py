@@ -1,17 +1,20 @@
 """The Trainer of Hugging Face: a callback that watches attention and warns.
 
-from qknorm.integrations.transformers import MonitorCallback
+    from qknorm.integrations.transformers import MonitorCallback
 
-MonitorCallback.add_to(trainer, every=10)   # its numbers join the Trainer's own log
-trainer.train()
+    Trainer(..., callbacks=[MonitorCallback(every=10)])
+
+Its numbers join the Trainer's own log, and so reach its trackers.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 try:
-    from transformers import Trainer, TrainerCallback
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import CallbackHandler
 except ImportError as error:
     raise ImportError("this needs an extra: pip install 'qknorm[transformers]'") from error
 
@@ -21,19 +24,13 @@ from qknorm.integrations.session import Watcher
 class MonitorCallback(Watcher, TrainerCallback):
     """Max logit, entropy and alerts of the model that a Trainer trains; for its options see `Watcher`.
 
-    Use `add_to`. Passed as `callbacks=[...]` it does the same, but comes after the Trainer's reports to
-    trackers, which then do not get its numbers. The JSON lines go to the Trainer's `output_dir`.
+    Wherever it stands among the callbacks, it is called before the reports to trackers, which then get
+    its numbers. The JSON lines go to the Trainer's `output_dir`.
     """
-
-    @classmethod
-    def add_to(cls, trainer: Trainer, **options: Any) -> MonitorCallback:
-        """A callback before all others of the trainer, so that its numbers reach their trackers."""
-        callback = cls(**options)
-        trainer.callback_handler.callbacks.insert(0, callback)
-        return callback
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach; a resumed run goes on in its file."""
+        _call_first(self)
         last_step = state.max_steps if state.max_steps > 0 else None
         self.begin(kwargs["model"], args.output_dir, state.global_step, last_step=last_step)
 
@@ -54,3 +51,18 @@ class MonitorCallback(Watcher, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach."""
         self.end()
+
+
+def _call_first(callback: TrainerCallback) -> None:
+    """Put a callback before the others of its Trainer. To be called in one of its events.
+
+    The Trainer puts its reports to trackers first, and no event is told who calls it: that is read from
+    the frames of the call. The list is replaced and not changed, since it is being walked through.
+    """
+    frame = sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            handler.callbacks = [callback, *(one for one in handler.callbacks if one is not callback)]
+            return

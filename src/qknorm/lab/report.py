@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qknorm.lab import watched
 from qknorm.lab.compare import sensitivities
 from qknorm.lab.figures import figures
 from qknorm.lab.files import replace_file
@@ -128,7 +129,7 @@ def write_report(runs: Sequence[Run], path: Path) -> Path:
         "report.html",
         # 1.9 MB instead of 4.8 MB; the browser unpacks it.
         plotly=base64.b64encode(zlib.compress(get_plotlyjs().encode(), 9)).decode(),
-        sentences=words(summary) + _alarms(runs),
+        sentences=_sentences(runs, summary) + _alarms(runs),
         runs=runs,
         curves=figures(runs),
         shared=_shared([_flat(run.config) for run in runs]),
@@ -139,6 +140,12 @@ def write_report(runs: Sequence[Run], path: Path) -> Path:
     )
     replace_file(path, lambda file: file.write(page.encode()))
     return path
+
+
+def _sentences(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> list[str]:
+    """Of the lab's runs, and of those that only the monitor knows."""
+    others = watched.sentences([run for run in runs if not run.config])
+    return others if others and not summary else words(summary) + others
 
 
 def _alarms(runs: Sequence[Run]) -> list[str]:

@@ -58,7 +58,7 @@ class Timeline:
             self.alerts.append(jsonl.to_alert(line))
         elif kind == "final" and line.keys() >= set(SUMMARY_KEYS):
             self.final = line
-        self.has_ended |= kind in jsonl.CLOSING
+        self.has_ended = kind in jsonl.CLOSING or (self.has_ended and kind != "start")
 
     @property
     def step(self) -> int:

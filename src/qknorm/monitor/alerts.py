@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from qknorm.monitor.history import History
 from qknorm.monitor.record import Record
 from qknorm.monitor.rules import Found, Severity, Thresholds, findings
-from qknorm.monitor.to.delivery import Delivery, Destination
+from qknorm.monitor.to.delivery import Delivery, Destination, destinations
 
 MOST_ALIKE = 16  # alerts of one kind in one record; more become one
 ORDER: tuple[Severity, ...] = ("info", "warning", "alarm")
@@ -29,6 +29,7 @@ class Alert:
         evidence: the numbers by name.
         is_first: whether it is the first of its code in this run. A destination that people read line by
             line gives the advice only then.
+        is_normed: whether the layer normalises q and k already, so that the advice is not to do so.
     """
 
     code: str
@@ -39,11 +40,13 @@ class Alert:
     message: str
     evidence: dict[str, float]
     is_first: bool = False
+    is_normed: bool = False
 
     @property
     def advice(self) -> str:
         """What to do about it."""
-        return ADVICE[self.code]
+        usual = ADVICE[self.code]
+        return ADVICE_WITH_NORM.get(self.code, usual) if self.is_normed else usual
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -64,6 +67,16 @@ ADVICE = {
     "QM009": "Look at why the layer was not called, or runs where its tap cannot see it.",
     "QM010": "The softmax of this layer is closing: what it attends to will soon be fixed. In runs like "
     "this one the loss falls behind or spikes. Lower the rate now, or go back and train with QK-norm.",
+}
+
+# The advice for a layer whose q and k are normalised, where the usual one is to do that.
+ADVICE_WITH_NORM = {
+    "QM001": "The gains of the norm allow it. Watch whether they grow.",
+    "QM002": "Lower the peak rate or that of the gains, or decay the gains: they set how far logits go.",
+    "QM004": "Most of the layer attends to single keys and learns little. Go back to a checkpoint "
+    "before the collapse, and lower the rate, above all that of the gains.",
+    "QM010": "The softmax of this layer is closing although q and k are normalised: its gains are too "
+    "large. Lower their rate now, or go back and decay them.",
 }
 
 
@@ -90,17 +103,26 @@ class Alerts:
         to: called with each new alert, each on its own. One that raises gets it again with the next
             record, as long as it holds.
         last_step: at which the run ends, so that nothing is forecast for later; None if it is not known.
+        on_alarm: called with each new alarm, as a destination is: `on_alarm=alarms.append` in a loop of
+            your own that stops `if alarms`. What it raises is logged and ends nothing.
     """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
     to: list[Destination] = field(default_factory=list)
     last_step: int | None = None
+    on_alarm: Callable[[Alert], object] | None = None
     history: History = field(default_factory=History)
     _standing: dict[_Key, int] = field(default_factory=dict)
     _codes: set[str] = field(default_factory=set)  # that were given in this run
     _records: int = 0
     _owed: dict[int, list[Alert]] = field(default_factory=dict)  # by the id of a destination that failed
     _deliver: Delivery = field(default_factory=Delivery)
+
+    def __post_init__(self) -> None:
+        self.to = destinations(self.to)
+        if self.on_alarm is not None:
+            (act,) = destinations(self.on_alarm)
+            self.to.append(lambda alert: act(alert) if alert.severity == "alarm" else None)
 
     def __call__(self, record: Record) -> list[Alert]:
         """The alerts that are new with this record."""
@@ -171,6 +193,7 @@ class Alerts:
             heads=heads,
             message=f"{where}: {text}",
             evidence=evidence,
+            is_normed=layer in self.history.layers and self.history.layers[layer].last.is_normed,
         )
 
 

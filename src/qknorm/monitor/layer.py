@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from qknorm.monitor import fields, measure, operators
+from qknorm.monitor.fields import FIELD
 from qknorm.monitor.forward import Switch, Watcher
-from qknorm.monitor.norms import Norms
+from qknorm.monitor.norms import Heads, Norms
 from qknorm.monitor.operators import TOKEN
 from qknorm.monitor.reduce import FACTS, Key, Part, Place
 from qknorm.monitor.view import MaskOf, ScoreMod, score_modified, softcap
@@ -181,6 +182,8 @@ class Layer(Watcher, Teller):
         self.heads, self.kv_heads, self.width = q.shape[1], k.shape[1], q.shape[3]
         self.scale = default_scale(self.width) if scale is None else scale
         phase = "train" if self.module.training else "eval"
+        if self.norms is not None:
+            self.norms.attend(phase)
         if phase in self.buffers:
             fields.merge_(self.buffers[phase], found)
         else:
@@ -199,21 +202,23 @@ class Layer(Watcher, Teller):
         facts = buffer.new_full((FACTS,), -torch.inf)
         facts[3] = float(self.is_sampled)
         if self.norms is not None:
-            self.attempt(self._add_gains, facts, phase)
+            self.attempt(self._add_gains, facts, phase, buffer)
         return facts
 
-    def _add_gains(self, facts: Tensor, phase: str) -> None:
+    def _add_gains(self, facts: Tensor, phase: str, buffer: Tensor) -> None:
         assert self.norms is not None
-        found = self.norms.found(
-            phase, heads=self.heads, kv_heads=self.kv_heads, width=self.width, scale=self.scale
-        )
+
+        def heads(name: str, count: int) -> Heads:
+            at = FIELD[f"{name}_rms"]
+            return Heads(count, self.width, None if self.is_fused else buffer[at : at + 3, :count])
+
+        found = self.norms.found(phase, heads("q", self.heads), heads("k", self.kv_heads), self.scale)
         if found is not None:
             facts[:3] = found
 
-    @property
-    def note_of_record(self) -> str | None:
+    def note_of_record(self, phase: str) -> str | None:
         """Why something is missing in what was recorded of it."""
-        return self.trouble or (None if self.norms is None else self.norms.trouble)
+        return self.trouble or (None if self.norms is None else self.norms.trouble(phase))
 
     @property
     def silence(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import qknorm
 from qknorm.monitor import norms, operators
 from qknorm.monitor.fields import FIELD
 from qknorm.monitor.forward import ATTRIBUTE, Switch
@@ -19,7 +21,7 @@ from qknorm.monitor.norms import WRAPPERS
 from qknorm.monitor.record import LayerRecord, Record, layer_record
 from qknorm.monitor.reduce import Key, Part, Reducer
 from qknorm.monitor.taps import TAPS, own
-from qknorm.monitor.to.delivery import Delivery, Destination
+from qknorm.monitor.to.delivery import Delivery, Destination, destinations
 
 
 class Monitor:
@@ -54,6 +56,7 @@ class Monitor:
         self.step_count = 0
         self.to = to
         self._deliver = Delivery()
+        self._started: list[Destination] = []
         self._switch, self._undo = switch, undo
         self._attached = True  # also with no layer on this rank: it joins in
         self._reducer, self._shard = reducer, shard
@@ -81,11 +84,14 @@ class Monitor:
             group: the ranks whose layers, heads and tokens make up the model; all if None.
             tensor_parallel: the ranks among which heads are split, in the order of the heads.
             to: called with every record on every rank, each on its own: one that raises is logged once.
+                Those with `run_started` and `run_ended`, such as `JsonLines`, are told what is watched
+                as the run begins, and when it is over.
 
         Raises:
             ValueError: no layer has a tap, the model is watched already, or an option makes no sense.
+            TypeError: a destination cannot be called.
         """
-        destinations = [to] if callable(to) else list(to)
+        receivers = destinations(to)
         if every < 1:
             raise ValueError(f"every must be at least 1 step; got {every}")
         if sample is not None and sample < 1:
@@ -110,7 +116,7 @@ class Monitor:
                     raise ValueError(f"two parts of the model have a layer {name}: names must differ")
                 layer = Layer(name, module, switch, is_fused=tap is own)
                 # Some projects keep the norms in the module around the one that attends.
-                layers[name] = layer, tap, [module, *_around(part, path)]
+                layers[name] = layer, tap, _around(part, path)
         if not layers and not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 f"{', '.join(type(part).__name__ for part in parts)} has no attention that can be "
@@ -119,11 +125,11 @@ class Monitor:
                 "F.scaled_dot_product_attention or flex_attention"
             )
         with ExitStack() as undo:  # a failure half-way leaves nothing behind
-            for layer, tap, holders in layers.values():
+            for layer, tap, around in layers.values():
                 undo.callback(layer.module.__dict__.pop, ATTRIBUTE, None)
                 layer.module.__dict__[ATTRIBUTE] = layer
                 undo.callback(tap.install(layer))
-                layer.norms, undo_norms = norms.install(holders, switch)
+                layer.norms, undo_norms = norms.install(layer.module, around, switch)
                 undo.callback(undo_norms)
             # What is compiled already would go on without us.
             torch.compiler.reset()
@@ -134,14 +140,20 @@ class Monitor:
                 every=every,
                 reducer=Reducer(group),
                 shard=shard,
-                to=destinations,
+                to=receivers,
             )
 
-    def detach(self) -> None:
-        """Leave the model as it was found. Records end, and destinations write what they keep back."""
+    def detach(self, *, failed: bool = False) -> None:
+        """Leave the model as it was found. Records end, and destinations write what they keep back.
+
+        Args:
+            failed: the run did not come to its end, so that no log says that it did.
+        """
         self._switch.on = False
         if self._attached:
             self._deliver.flush(self.to)
+            for send in self._started if not failed else ():
+                self._deliver.tell(send, "run_ended", {"steps": self.step_count})
             self._attached = False
             self._undo.close()
             torch.compiler.reset()
@@ -149,8 +161,8 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.detach()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.detach(failed=kind is not None)
 
     @property
     def is_observing(self) -> bool:
@@ -169,9 +181,28 @@ class Monitor:
         return records
 
     def _send(self, records: list[Record]) -> None:
+        for send in self.to:
+            if records and not any(send is one for one in self._started):
+                self._started.append(send)
+                self._deliver.tell(send, "run_started", self._facts())
         for record in records:
             for send in self.to:
                 self._deliver(send, record)
+
+    def _facts(self) -> dict[str, Any]:
+        """What a log says of the run before its first record."""
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return {
+            "every": self.every,
+            "sample": self._switch.sample,
+            "ranks": world,
+            "layers": {name: type(layer.module).__name__ for name, layer in self.layers.items()},
+            "versions": {
+                "qknorm": qknorm.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
 
     def flush(self) -> list[Record]:
         """What was seen since the last step, such as a last evaluation; on every rank."""
@@ -211,7 +242,7 @@ class Monitor:
         for (name, phase), part in merged.items():
             if part.buffer[FIELD["rows"]].sum() > 0:
                 layer = self.layers.get(name)  # None: it lives on another rank
-                note = None if layer is None else layer.note_of_record
+                note = None if layer is None else layer.note_of_record(phase)
                 by_phase.setdefault(phase, {})[name] = layer_record(part, note=note)
         seen = set().union(*by_phase.values())
         silent = {name: layer.silence for name, layer in self.layers.items() if name not in seen}

@@ -7,12 +7,16 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
+from qknorm.monitor import table
 from qknorm.monitor.fields import FIELDS
+from qknorm.monitor.norms import ROUNDING
 from qknorm.monitor.reduce import Part
 
 SCHEMA = 1
-# Three roundings to bf16, of q, k and their norm's result, may pass a bound by this factor.
-ROUNDING = (1 + 2.0**-8) ** 3
+# Vectors whose RMS spreads by less than this share of its mean, over tokens, were normed: without a norm
+# even Gaussian ones of 512 entries spread by 0.03.
+CONSTANT = 0.01
+FEW = 8  # tokens, of which that says nothing
 
 Coverage = Literal["exact", "sampled"]
 
@@ -37,6 +41,8 @@ class LayerRecord:
         coverage: "exact": over all rows; "sampled": over evenly spaced ones.
         rms_of: "product": q and k as they are multiplied; "projection": before norm and RoPE.
         rows: rows counted, per head.
+        is_normed: q and k went through a norm: one whose gains are known, or one that shows in their
+            RMS, which is the same for all tokens.
         note: why a call was left out or the gains are not known, where this rank knows.
 
     A head of which no row counted has a maximum of -inf and means of NaN.
@@ -56,12 +62,19 @@ class LayerRecord:
     coverage: Coverage
     rms_of: Literal["product", "projection"]
     rows: int
+    is_normed: bool = False
     note: str | None = None
 
     @property
     def top(self) -> float:
         """The largest logit of the layer."""
         return worst(self.max_logit)
+
+    @property
+    def worst_head(self) -> int:
+        """The head with the largest logit, or the first that is NaN."""
+        tops = self.max_logit
+        return max(range(len(tops)), key=lambda i: math.inf if math.isnan(tops[i]) else tops[i])
 
     def seen(self, name: str) -> list[float]:
         """One statistic of the heads of which a row counted."""
@@ -107,6 +120,12 @@ class Record:
         """Plain values. NaN and infinities stay; the writer of the file encodes them."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        return table.text(self)
+
+    def _repr_html_(self) -> str:  # which notebooks ask for
+        return table.as_html(self)
+
 
 def worst(values: list[float]) -> float:
     """The maximum, NaN if any is NaN, -inf of none."""
@@ -140,6 +159,9 @@ def layer_record(part: Part, *, note: str | None = None) -> LayerRecord:
     max_logit = found["max_logit"]
     if bound is not None and worst(max_logit) > bound * ROUNDING:
         bound = None  # something beside norm and scale takes part: a bias, or a RoPE that stretches
+    is_constant = not place.is_fused and min(found["q_rows"]) >= FEW and max((*q_cv, *k_cv)) < CONSTANT
+    if part.gain_max is None and is_constant and note is None:
+        note = "q and k have a norm, but no module tells its gains, so their bound is not known"
     return LayerRecord(
         max_logit=max_logit,
         entropy_nats=mean("entropy", "rows"),
@@ -155,6 +177,7 @@ def layer_record(part: Part, *, note: str | None = None) -> LayerRecord:
         coverage="sampled" if part.is_sampled else "exact",
         rms_of="projection" if place.is_fused else "product",
         rows=int(max(found["rows"])),
+        is_normed=part.gain_max is not None or is_constant,
         note=note,
     )
 

@@ -49,8 +49,9 @@ class Part:
 
     Attributes:
         buffer: `[len(FIELDS), heads]`.
-        facts: `[FACTS]`, of which the largest of all ranks holds: |gain| of q and of k, the bound, all
-            -inf where it is not known, and whether rows were sampled.
+        facts: `[FACTS]`, of which the largest of all ranks holds: |gain| of q and of k, and the bound,
+            all -inf where nothing is known of them; inf for a bound that does not hold; and whether rows
+            were sampled.
         place: the heads.
     """
 
@@ -68,7 +69,7 @@ class Part:
     def bound(self) -> float | None:
         """The largest |logit| that the gains allow."""
         bound = float(self.facts[2])
-        return None if bound == -math.inf else bound
+        return bound if math.isfinite(bound) else None
 
     @property
     def is_sampled(self) -> bool:

@@ -25,6 +25,11 @@ class WorstHead:
     max_logit: float
     entropy_ratio: float
 
+    @property
+    def name(self) -> str:
+        """As alerts name it."""
+        return f"{self.layer or 'the model itself'} head {self.head}"
+
 
 def worst_heads(record: Record, count: int = WORST) -> list[WorstHead]:
     """The heads with the largest logits, NaN before all."""
@@ -41,7 +46,7 @@ def scalars(record: Record, count: int = WORST) -> dict[str, float]:
     layers = list(record.layers.values())
     if not layers:
         return {}
-    group = "attention" if record.phase == "train" else f"attention_{record.phase}"
+    group = _group(record)
     tops = [v for layer in layers for v in layer.seen("max_logit")]
     ratios = [v for layer in layers for v in layer.seen("entropy_ratio")]
     if not tops:
@@ -69,6 +74,17 @@ def scalars(record: Record, count: int = WORST) -> dict[str, float]:
         found[f"worst_{place}/max_logit"] = head.max_logit
         found[f"worst_{place}/entropy_ratio"] = head.entropy_ratio
     return {f"{group}/{name}": value for name, value in found.items()}
+
+
+def names(record: Record, count: int = WORST) -> dict[str, str]:
+    """Which heads the `worst_1`, ... of `scalars` are, for trackers that keep words."""
+    group = _group(record)
+    heads = worst_heads(record, count)
+    return {f"{group}/worst_{place}/head": head.name for place, head in enumerate(heads, start=1)}
+
+
+def _group(record: Record) -> str:
+    return "attention" if record.phase == "train" else f"attention_{record.phase}"
 
 
 def heatmap(record: Record, name: str) -> list[list[float]]:

@@ -8,7 +8,25 @@ from typing import Any
 
 LOG = logging.getLogger("qknorm")
 
-Destination = Callable[[Any], object]  # of records, alerts, or both; may have `flush()`
+# Of records, alerts, or both. It may also have `run_started(facts)` and `run_ended(facts)`, which get
+# plain values about the run, and `flush()`.
+Destination = Callable[[Any], object]
+
+
+def destinations(to: Any) -> list[Destination]:
+    """One or several destinations as a list.
+
+    Raises TypeError for what cannot be called with a record.
+    """
+    is_one = callable(to) or isinstance(to, str) or not isinstance(to, Iterable)
+    found: list[Destination] = [to] if is_one else list(to)
+    for send in found:
+        if isinstance(send, type) or not callable(send):
+            name = send.__name__ if isinstance(send, type) else repr(send)[:80]
+            raise TypeError(
+                f"a destination is called with each record, as JsonLines(path) is; {name} cannot be"
+            )
+    return found
 
 
 class Delivery:
@@ -21,12 +39,16 @@ class Delivery:
         """Whether it was taken."""
         return self._attempt(send, lambda: send(item), f"step {item.step}")
 
+    def tell(self, send: Destination, what: str, *facts: dict[str, Any]) -> None:
+        """Call "run_started", "flush" or "run_ended" of a destination that has it."""
+        method = getattr(send, what, None)
+        if method is not None:
+            self._attempt(send, lambda: method(*facts), what)
+
     def flush(self, to: Iterable[Destination]) -> None:
         """Have those that keep something back let go of it."""
         for send in to:
-            flush = getattr(send, "flush", None)
-            if flush is not None:
-                self._attempt(send, flush, "the end")
+            self.tell(send, "flush")
 
     def _attempt(self, send: Destination, act: Callable[[], object], what: str) -> bool:
         try:

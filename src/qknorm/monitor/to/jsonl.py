@@ -2,10 +2,11 @@
 
 A line has a `kind`:
 
+* "start": what is watched, how often, and by which versions; once more where a run is resumed;
 * "record", "alert": see `Record` and `Alert`;
 * "step": what a trainer says of one optimizer step, such as its loss;
 * "final": how a run came out; what follows it belongs to it;
-* "end": the run is over.
+* "end": the run is over, unless another "start" follows.
 
 What JSON cannot say is written as the strings "NaN", "Infinity" and "-Infinity".
 """
@@ -42,8 +43,10 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = []
         if self.path.exists() and resume_after is not None:
-            begun = itertools.takewhile(lambda line: line["kind"] not in CLOSING, read_lines(self.path))
-            kept = [line for line in begun if line.get("step", 0) <= resume_after]
+            begun = itertools.takewhile(lambda line: line["kind"] != "final", read_lines(self.path))
+            kept = [
+                line for line in begun if line["kind"] != "end" and line.get("step", 0) <= resume_after
+            ]
         elif self.path.exists() and self.path.stat().st_size:
             self.path.rename(_free_name(self.path))
         temporary = self.path.with_name(f".{self.path.name}.new")
@@ -56,6 +59,7 @@ class JsonLines:
         finally:
             temporary.unlink(missing_ok=True)
         self._file = self.path.open("a")
+        self._has_ended = False
 
     def __call__(self, item: Item) -> None:
         """Append; it is with the operating system when this returns."""
@@ -64,12 +68,23 @@ class JsonLines:
         self._file.write(_dump({"kind": item["kind"], "schema": SCHEMA} | item))
         self._file.flush()
 
+    def run_started(self, facts: dict[str, Any]) -> None:
+        """Say what the records that follow are of."""
+        self._has_ended = False
+        self({"kind": "start"} | facts)
+
+    def run_ended(self, facts: dict[str, Any]) -> None:
+        """Tell those who follow the file that the run is over."""
+        if not self._has_ended:
+            self._has_ended = True
+            self({"kind": "end"} | facts)
+
     def close(self, *, ended: bool = False) -> None:
         """Write everything to disk; `ended`: tell those who follow the file that the run is over."""
         if self._file.closed:
             return
         if ended:
-            self({"kind": "end"})
+            self.run_ended({})
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -172,18 +187,19 @@ def _layer(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dump(line: dict[str, Any]) -> str:
-    return json.dumps(_named(line), allow_nan=False) + "\n"
+    return json.dumps(named(line), allow_nan=False) + "\n"
 
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def _named(value: Any) -> Any:
+def named(value: Any) -> Any:
+    """The value with words for the numbers that JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _named(item) for key, item in value.items()}
-    return [_named(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: named(item) for key, item in value.items()}
+    return [named(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, Any]:

@@ -14,20 +14,21 @@ from typing import Any
 
 from qknorm.monitor.alerts import Alert
 from qknorm.monitor.record import Record
-from qknorm.monitor.scalars import heatmap, scalars
+from qknorm.monitor.scalars import heatmap, names, scalars
 
 STEP = "attention/step"
 
 
 @dataclass
 class TensorBoard:
-    """Scalars, a heatmap of entropy, alerts as text.
+    """Scalars, a heatmap of entropy; as text alerts, and the names of the worst heads when they change.
 
     Attributes:
         writer: a `torch.utils.tensorboard.SummaryWriter`, or the folder for a new one.
     """
 
     writer: Any
+    _names: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.writer, str | os.PathLike):
@@ -46,6 +47,10 @@ class TensorBoard:
             return
         for name, value in scalars(item).items():
             self.writer.add_scalar(name, value, item.step)
+        for name, text in names(item).items():
+            if self._names.get(name) != text:
+                self._names[name] = text
+                self.writer.add_text(name, text, item.step)
         if item.layers and item.phase == "train":
             self.writer.add_image("attention/entropy_ratio", _image(item), item.step, dataformats="HW")
 
@@ -86,7 +91,8 @@ class Wandb:
             text = f"{item.message}. {item.advice}"
             self.run.alert(title=_title(item), text=text, level=_LEVELS[item.severity])
             return
-        values: dict[str, Any] = dict(scalars(item))
+        found = scalars(item)
+        values: dict[str, Any] = {**found, **names(item)} if found else {}
         if self.image is not None and item.layers and item.phase == "train":
             values["attention/entropy_ratio"] = self.image(_image(item).numpy())
         if not values or self.run.disabled:
@@ -177,6 +183,9 @@ class Gauges:
 
     make: Callable[[str], Any]
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check(self.make, "__call__", "a function that makes a gauge of a name")
 
     def __call__(self, item: Record | Alert) -> None:
         """Set the gauges to the newest values."""

@@ -1,0 +1,66 @@
+"""Runs of somebody else's trainer that the monitor watched: what they have in common, in sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from qknorm.lab.runs import Run
+from qknorm.monitor.record import Record
+
+
+def sentences(runs: Sequence[Run]) -> list[str]:
+    """What the largest logit of each run was, and each against the first at the last step of both."""
+    found = [_alone(run) for run in runs if run.records]
+    for run in runs[1:]:
+        both = _last_common(runs[0], run)
+        if both is None:
+            found.append(f"{runs[0].title} and {run.title} have no observed step in common.")
+        else:
+            found.append(_against(runs[0], run, *both))
+    return found
+
+
+def _alone(run: Run) -> str:
+    top = max(run.records, key=lambda record: _order(record.max_logit))
+    name, layer = max(top.layers.items(), key=lambda item: _order(item[1].top))
+    end = "ended" if run.has_ended else "has not said that it ended; its newest record is of"
+    when = f"{end} {'at ' if run.has_ended else ''}step {run.step}"
+    return (
+        f"{run.title} {when}. Its largest logit was {_number(top.max_logit)}, in layer {name}, head "
+        f"{layer.worst_head}, at step {top.step}."
+    )
+
+
+def _last_common(a: Run, b: Run) -> tuple[Record, Record] | None:
+    ours, theirs = ({record.step: record for record in run.records} for run in (a, b))
+    step = max(ours.keys() & theirs.keys(), default=None)
+    return None if step is None else (ours[step], theirs[step])
+
+
+def _against(a: Run, b: Run, ours: Record, theirs: Record) -> str:
+    """One run against another at one step."""
+    x, y = ours.max_logit, theirs.max_logit
+    if 0 < x < math.inf and 0 < y < math.inf and not 1 / 1.5 < y / x < 1.5:
+        factor = max(x / y, y / x)
+        size = f"{factor:,.{int(factor < 10)}f} times as {'large' if y > x else 'small'} as"
+    else:
+        size = "of the same order as"
+    losses = [
+        next((line["loss"] for line in run.steps if line["step"] == ours.step and "loss" in line), None)
+        for run in (a, b)
+    ]
+    loss = "" if None in losses else f" Their losses there are {losses[1]:.3f} and {losses[0]:.3f}."
+    return (
+        f"At step {ours.step}, the last that both observed, the largest logit of {b.title} is {size} "
+        f"that of {a.title} ({_number(y)} against {_number(x)}), and the entropy of its sharpest layer "
+        f"is {theirs.entropy_nats:.3f} nats against {ours.entropy_nats:.3f}.{loss}"
+    )
+
+
+def _order(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}"
