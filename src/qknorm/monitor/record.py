@@ -110,6 +110,11 @@ class Record:
         return worst([layer.top for layer in self.layers.values()])
 
     @property
+    def max_logits(self) -> dict[str, list[float]]:
+        """The largest logit of each head by module path, as `qknorm.nn.qk_clip_` takes them."""
+        return {path: layer.max_logit for path, layer in self.layers.items()}
+
+    @property
     def entropy_nats(self) -> float:
         """Of the sharpest layer, mean over its heads; inf if nothing was seen, NaN if any is NaN."""
         return lowest(

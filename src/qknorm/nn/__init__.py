@@ -5,17 +5,21 @@ from qknorm.nn.attention_config import AttentionConfig
 from qknorm.nn.kv_cache import KVCache
 from qknorm.nn.marks import mark, marked_parameters
 from qknorm.nn.param_groups import param_groups
+from qknorm.nn.qk_clip import HeadRows, Projections, qk_clip_
 from qknorm.nn.qk_norm import QKNorm
 from qknorm.nn.rotary import RopeScaling, RotaryEmbedding
 
 __all__ = [
     "Attention",
     "AttentionConfig",
+    "HeadRows",
     "KVCache",
+    "Projections",
     "QKNorm",
     "RopeScaling",
     "RotaryEmbedding",
     "mark",
     "marked_parameters",
     "param_groups",
+    "qk_clip_",
 ]
