@@ -8,6 +8,7 @@ from qknorm.nn.param_groups import param_groups
 from qknorm.nn.qk_clip import HeadRows, Projections, qk_clip_
 from qknorm.nn.qk_norm import QKNorm
 from qknorm.nn.rotary import RopeScaling, RotaryEmbedding
+from qknorm.nn.row_blocks import row_blocks
 
 __all__ = [
     "Attention",
@@ -22,4 +23,5 @@ __all__ = [
     "marked_parameters",
     "param_groups",
     "qk_clip_",
+    "row_blocks",
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn import Parameter
 
 from qknorm.nn.marks import GAIN, marked_parameters
+from qknorm.nn.row_blocks import fused_rows, row_blocks
 
 # Names of output heads, compared with whole parts of a parameter's name.
 HEADS = frozenset(("head", "heads", "lm_head", "lm_heads", "output", "output_layer", "embed_out"))
@@ -22,6 +23,7 @@ def param_groups(
     weight_decay: float,
     gain_decay: float = 0.0,
     no_matrix: Iterable[str] = (),
+    split: Literal["qkv", "heads"] | None = None,
 ) -> list[dict[str, Any]]:
     """Return parameter groups for AdamW, or for a matrix optimizer such as Muon together with AdamW.
 
@@ -45,13 +47,17 @@ def param_groups(
         gain_decay: weight decay of gains stored as 1 + w. Without it gains can run away at high learning
             rates.
         no_matrix: further parts of names, such as "router", that keep a weight out of `matrix`.
+        split: "qkv" lists the rows of q, k and v of a fused projection as matrices of their own in
+            `matrix`, and "heads" those of each head, see `row_blocks`; None leaves the projection whole.
+            Known are `qknorm.nn.Attention` and `torch.nn.MultiheadAttention`. Call `zero_grad` of the
+            optimizer then, not of the model.
 
     Returns:
         A list of dicts with the keys `name`, `params` and `weight_decay`, as `torch.optim` expects them.
 
     Raises:
         ValueError: `gain_decay` is given but a gain is stored as w, so decay would pull it to zero; or
-            `FullyShardedDataParallel` has flattened the parameters.
+            `FullyShardedDataParallel` has flattened the parameters; or a weight to split is sharded.
     """
     kinds = {id(p): (kind, offset) for _, p, kind, offset in marked_parameters(model)}
     embeddings: set[int] = set()
@@ -68,6 +74,9 @@ def param_groups(
         elif kind_name.endswith("Norm"):
             norms.update(map(id, module.parameters(recurse=False)))
     excluded = frozenset((*no_matrix, *EMBEDDINGS))
+    if split not in (None, "qkv", "heads"):
+        raise ValueError(f'split must be "qkv", "heads" or None; got {split!r}')
+    fused = {} if split is None else fused_rows(model, per_head=split == "heads")
     groups: dict[str, list[Parameter]] = {"matrix": [], "decay": [], "gain": [], "no_decay": []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -90,7 +99,8 @@ def param_groups(
             and not _is_head(parts)
             and excluded.isdisjoint(parts)
         ):
-            groups["matrix"].append(parameter)
+            rows = fused.get(id(parameter))
+            groups["matrix"] += [parameter] if rows is None else row_blocks(parameter, rows)
         else:
             groups["decay"].append(parameter)
     decays = {"matrix": weight_decay, "decay": weight_decay, "gain": gain_decay, "no_decay": 0.0}
