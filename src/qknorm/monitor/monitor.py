@@ -6,13 +6,13 @@ import logging
 import platform
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import qknorm
 from qknorm.monitor import norms, operators
 from qknorm.monitor.fields import FIELD
 from qknorm.monitor.forward import ATTRIBUTE, Switch
@@ -198,7 +198,7 @@ class Monitor:
             "ranks": world,
             "layers": {name: type(layer.module).__name__ for name, layer in self.layers.items()},
             "versions": {
-                "qknorm": qknorm.__version__,
+                "qknorm": version("qknorm"),
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
