@@ -351,6 +351,8 @@ class NormDialect:
             "outside" is 1 / (sqrt(mean) + eps).
         order: whether the norm comes before RoPE, "before_rope", or after it, "after_rope".
         value: if True, V is normalised too, without a gain (HybridNorm, Gemma 4).
+        centered: if True, the mean over the axes of the statistic is subtracted first, which makes the
+            norm a LayerNorm without a bias (Cohere).
 
     Raises:
         ValueError: a field has a value that is not listed here.
@@ -363,6 +365,7 @@ class NormDialect:
     eps_place: EpsPlace = "mean"
     order: NormOrder = "before_rope"
     value: bool = False
+    centered: bool = False
 
     def __post_init__(self) -> None:
         _choose("statistic", self.statistic, ("head", "full"))
@@ -377,7 +380,8 @@ class NormDialect:
     @property
     def is_fused(self) -> bool:
         """Whether `qknorm.attention` can apply this norm, given effective gains `[heads, D]`."""
-        return (self.statistic, self.eps_place, self.order) == ("head", "mean", "before_rope")
+        plain = (self.statistic, self.eps_place, self.order) == ("head", "mean", "before_rope")
+        return plain and not self.centered
 
     def gain_size(self, heads: int, head_dim: int) -> tuple[int, ...] | None:
         """Return the shape of the stored gain.

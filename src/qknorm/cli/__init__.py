@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from qknorm import __version__
-from qknorm.cli import audit, compare, env, report, sample, train, watch
+from qknorm.cli import audit, compare, convert, env, report, sample, train, watch
 from qknorm.cli.console import complain, only_our_words, out
 
 app = typer.Typer(
@@ -56,6 +56,7 @@ for verb in (
     watch.watch,
     report.report,
     audit.audit,
+    convert.convert,
     env.env,
 ):
     _verb(verb)

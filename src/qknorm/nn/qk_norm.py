@@ -136,6 +136,7 @@ class QKNorm(MarkedModule):
                 eps=dialect.eps,
                 statistic=dialect.statistic,
                 eps_place=dialect.eps_place,
+                centered=dialect.centered,
             )
             if rope is not None and dialect.order == "before_rope":
                 wide = rotate(wide, rope)

@@ -19,6 +19,7 @@ def rms_normalize(
     eps: float,
     statistic: Statistic = "head",
     eps_place: EpsPlace = "mean",
+    centered: bool = False,
 ) -> Tensor:
     """Compute RMSNorm (Zhang & Sennrich 2019, eq. 4) in the dtype of x, which should be fp32 or fp64.
 
@@ -31,8 +32,11 @@ def rms_normalize(
         eps: a positive number.
         statistic: takes the mean over D with "head", over H and D with "full".
         eps_place: where eps is added, see `NormDialect`.
+        centered: whether the mean is subtracted first, see `NormDialect`.
     """
     axes = (-1,) if statistic == "head" else (1, -1)
+    if centered:
+        x_BHTD = x_BHTD - x_BHTD.mean(axes, keepdim=True)
     width = x_BHTD.shape[-1] * (1 if statistic == "head" else x_BHTD.shape[1])
     mean_square = x_BHTD.square().mean(axes, keepdim=True)
     if eps_place == "outside":
