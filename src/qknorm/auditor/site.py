@@ -63,7 +63,7 @@ class Site:
         occurrence: the position of this attention among those of one run of the module, from 0.
         attention: the attention, as it was seen in the run of the whole model or of the module.
         path: the path of the smallest module in which q is projected. If that module attends more than
-            once, the path ends in a number such as " #2".
+            once, the path of its second attention ends in " #2", and so on.
         q_heads: Hq.
         kv_heads: Hk.
         head_dim: D.
@@ -142,7 +142,7 @@ class Site:
 
         Args:
             outputs: what to put in the place of outputs of products, `[B, T, N]` by index. All other
-                products keep the outputs that they had for the inputs of the model.
+                `feeders` keep the outputs that they had for the inputs of the model.
             module: the module to run, `original` or `module`; `module` if None.
 
         Returns:

@@ -81,7 +81,7 @@ _SHARED = [
         owner=_M,
         name="window",
         kind=int | None,
-        help="Limit the keys that a query sees, its own included.",
+        help="Let a query see only this many keys, its own included.",
     ),
     _Shared(
         owner=_M,
