@@ -71,9 +71,9 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def attention(**fields: Any) -> tracing.Attention:
+def attention(**fields: Any) -> tracing.SeenAttention:
     x = torch.zeros(1, 1, 4, D)
-    return tracing.Attention([], 0, x, x, **fields)
+    return tracing.SeenAttention([], 0, x, x, **fields)
 
 
 def found(findings: Any) -> set[str]:
@@ -106,15 +106,15 @@ def rounded_weights_are_no_sink() -> None:
 
 
 def a_sink_of_almost_0() -> None:
-    own = torch.full((1, 1, 4), 0.015)
-    asked = Fake(
+    sink = torch.full((1, 1, 4), 0.015)
+    site = Fake(
         module=nn.Identity(),
         q_heads=1,
         raw_shape=lambda side: (1, 1, 1, 1),
         compose=lambda q, k: {},
-        ask=lambda outputs: Fake(sink=own),
+        rerun=lambda outputs: Fake(sink=sink),
     )
-    assert scores._sink(asked, 1.0, own) == "logit"
+    assert scores._sink(site, 1.0, sink) == "logit"
 
 
 # Which projections lead to q and k.
@@ -162,10 +162,10 @@ class Answers:
     def __init__(self, change: Callable[[Tensor, Tensor], Tensor], T: int = 2) -> None:
         self.change, self.T = change, T
 
-    def raw_shape(self, side: str) -> tuple[int, int, int, int]:
+    def raw_shape(self, which: str) -> tuple[int, int, int, int]:
         return (1, self.T, 1, D)
 
-    def answers(self, side: str, raw: Tensor, *, module: nn.Module | None = None) -> Tensor:
+    def multiplied(self, which: str, raw: Tensor, *, module: nn.Module | None = None) -> Tensor:
         raw = raw.double()
         return self.change(raw / (raw.square().mean(-1, keepdim=True) + 1e-12).sqrt(), raw)
 
@@ -182,8 +182,8 @@ def a_noisy_norm() -> None:
 
 def a_norm_with_an_error() -> None:
     side = Fake(fit=Fake(residual=4.5e-5, raw_limit=1.0))
-    asked = Fake(original=nn.Linear(1, 1))
-    assert found(rules.of_precision(Fake(path="x", site=asked, normed={"q": side}))) == {"QK008"}
+    site = Fake(original=nn.Linear(1, 1))
+    assert found(rules.of_precision(Fake(path="x", site=site, normed={"q": side}))) == {"QK008"}
 
 
 def a_clamp_of_projections() -> None:
@@ -222,10 +222,10 @@ def gain_of(off: float, noise_of_slope: float = 0.0) -> str | None:
         y[..., 1] += moved * off * n[..., 1] * torch.tanh(raw[..., 2])
         return y
 
-    asked = Answers(lambda n, raw: n)
-    best = fit.fit(asked, "q")
-    asked.change = change
-    return gain.read_gain(asked, "q", best, {w: (0,)}).kind
+    site = Answers(lambda n, raw: n)
+    best = fit.fit(site, "q")
+    site.change = change
+    return gain.read_gain(site, "q", best, {w: (0,)}).kind
 
 
 def a_gain_felt_elsewhere() -> None:
@@ -253,8 +253,8 @@ def a_gain_that_moved_little() -> None:
 
 def eps_findings(eps: float, share: float) -> set[str]:
     side = Fake(eps=eps, eps_place="inside", eps_share=share)
-    asked = Answers(lambda n, raw: n)
-    return found(rules.of_eps(Fake(path="x", site=asked, normed={"q": side})))
+    site = Answers(lambda n, raw: n)
+    return found(rules.of_eps(Fake(path="x", site=site, normed={"q": side})))
 
 
 def eps_of_1e_6_is_fine() -> None:
@@ -298,8 +298,8 @@ def rope_findings(error: float, dtype: torch.dtype) -> set[str]:
     q, k = turning(0.3, T=4), turning(0.3, T=4)
     k[2] = turning(error)[1] @ k[2]
     sides = {name: Fake(fit=Fake(matrices=x, residual=0.0)) for name, x in (("q", q), ("k", k))}
-    asked = Fake(key_of=torch.tensor([0]), original=nn.Linear(1, 1).to(dtype))
-    layer = Fake(path="x", site=asked, sides=sides, f=Fake(order=None, causal=True))
+    site = Fake(key_of=torch.tensor([0]), original=nn.Linear(1, 1).to(dtype))
+    layer = Fake(path="x", site=site, sides=sides, f=Fake(order=None, causal=True))
     return found(rules.of_rope(layer))
 
 
@@ -349,9 +349,9 @@ def lengths_that_err() -> None:
     class Low(Answers):
         original = nn.Linear(1, 1).bfloat16()
 
-        def answers(self, side: str, raw: Tensor, *, module: nn.Module | None = None) -> Tensor:
+        def multiplied(self, which: str, raw: Tensor, *, module: nn.Module | None = None) -> Tensor:
             is_large = module is not None and float(raw.abs().max()) > 100
-            return super().answers(side, raw) * (1 + error * is_large)
+            return super().multiplied(which, raw) * (1 + error * is_large)
 
     side = Fake(fit=Fake(residual=0.0, raw_limit=None))
     layer = Fake(path="x", site=Low(lambda n, raw: n), normed={"q": side})
@@ -360,19 +360,19 @@ def lengths_that_err() -> None:
 
 def a_scale_close_to_that_of_mup() -> None:
     columns = Fake(product=torch.zeros(1, D, dtype=torch.int64))
-    asked = Fake(
+    site = Fake(
         columns=lambda side: columns,
         parameters={0: torch.zeros(D, D)},
         outputs={0: torch.zeros(1, 1, D)},
     )
     f = Fake(scale=1.03 / D, head_dim=D, q_heads=1)
-    assert not found(rules.of_scale(Fake(path="x", site=asked, f=f)))
+    assert not found(rules.of_scale(Fake(path="x", site=site, f=f)))
 
 
 def v_that_grows_by_half() -> None:
     grows = math.log(3) / math.log(4)  # 3 times where 4 times is projected
-    asked = Fake(outputs={0: noise(1, 2, D).abs()}, ask=lambda outputs: Fake(v=outputs[0].pow(grows)))
-    assert not formula._is_v_normed(asked)
+    site = Fake(outputs={0: noise(1, 2, D).abs()}, rerun=lambda outputs: Fake(v=outputs[0].pow(grows)))
+    assert not formula._is_v_normed(site)
 
 
 # Logits.

@@ -155,7 +155,7 @@ def test_f47_what_could_not_be_read_back_is_listed():
     hidden[..., 3] = False
     found, not_probed = difference(padded, {"window": 5})
     assert not found
-    assert not_probed == ["layers.0, expected window=5: other masks act beside it"]
+    assert not_probed == ["layers.0, expected window=5: causality and a window do not explain the mask"]
 
 
 @pytest.mark.parametrize(

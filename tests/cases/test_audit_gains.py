@@ -101,7 +101,7 @@ def test_case_22_a_file_without_a_gain_or_with_gains_at_their_initial_value(tmp_
     gain = "model.layers.1.self_attn.k_norm.weight"
     path = tmp_path / "merged.safetensors"
     (one,) = only(file_of(path, lambda made: made.pop(gain)), "QK016")
-    assert (one.layer, one.message) == ("model.layers.1", "a norm of q and none of k")
+    assert (one.layer, one.message) == ("model.layers.1", "q has a norm and k has none")
     (one,) = only(file_of(path, lambda made: made[gain].fill_(INITIAL)), "QK020")
     assert (one.layer, one.evidence) == ("model.layers.1", {"value": INITIAL})
     assert not codes_of(file_of(path, lambda made: None)) & {"QK001", "QK016", "QK020"}

@@ -319,7 +319,7 @@ def gemma(name, **options):
     torch.manual_seed(0)
     report = audit(getattr(transformers, f"{name}ForCausalLM")(config))
     assert list(report.formulas) == [f"model.layers.{n}.self_attn" for n in range(4)]
-    assert "4 of 4 attentions asked for their formula" in report.exercised
+    assert "the formula of 4 of 4 attentions" in report.exercised
     return report
 
 

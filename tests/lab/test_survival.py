@@ -226,7 +226,7 @@ def test_f77_a_taken_folder_names_resume_before_what_deletes(
     assert cli(monkeypatch, "train", stopped) == 2
     shown = capsys.readouterr().err
     assert shown.index("--resume") < shown.index("--overwrite")
-    assert "deletes" in shown
+    assert "to delete what is there" in shown
 
 
 def test_a_first_save_that_fails_does_not_speak_of_resuming(

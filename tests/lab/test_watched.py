@@ -29,7 +29,7 @@ def test_f84_two_watched_runs_are_compared_in_a_sentence(tmp_path: Path) -> None
     page = write_report(runs, tmp_path / "report.html").read_text()
     for sentence in (
         "normed ended at step 20. Its largest logit was 8.0, in layer blocks.0.attn, ",
-        "plain has not said that it ended; its newest record is of step 30. Its largest logit was 99.0, "
+        "plain did not report its end; its newest step is 30. Its largest logit was 99.0, "
         "in layer blocks.0.attn, head 1, at step 30.",
         "At step 20, the last that both observed, the largest logit of plain is 2.0 times as large as "
         "that of normed (16.0 against 8.0), and the entropy of its sharpest layer is 2.000 nats against "
@@ -38,6 +38,6 @@ def test_f84_two_watched_runs_are_compared_in_a_sentence(tmp_path: Path) -> None
         "that of normed (5.0 against 2.0)",
     ):
         assert sentence in page
-    assert "What became of the runs" in page
+    assert "Results of 3 runs" in page
     assert "No run has ended yet" not in page
     assert "twins" not in page.split("<h1>")[1].split("</h1>")[0]

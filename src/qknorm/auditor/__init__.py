@@ -1,4 +1,4 @@
-"""Find the invisible mistakes of QK-norm in any model, by asking the model and not its names."""
+"""Find mistakes of QK-norm that raise no error, in any model, whatever its modules are named."""
 
 from qknorm.auditor.auditor import audit
 from qknorm.auditor.findings import RULES, SEVERITIES, Finding, Report, Rule

@@ -1,4 +1,4 @@
-"""The audit: run the model once, find its attentions, ask each for its formula, probe the whole."""
+"""Audit a model: run it, find its attentions, read the formula of each, and probe the whole model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from qknorm.auditor.expected import Expected, check, parse, unchecked
 from qknorm.auditor.findings import Finding, Report, checked_reasons, finding
 from qknorm.auditor.formula import Formula, read
 from qknorm.auditor.guard import Guarded
-from qknorm.auditor.rules import RULES_OF_A_LAYER, Layer, dtype_of
+from qknorm.auditor.rules import RULES_OF_A_LAYER, AuditedLayer, dtype_of
 from qknorm.auditor.site import find_sites
 from qknorm.auditor.subject import Subject, audited, called
-from qknorm.auditor.trace import Attention, Trace, plainly, run
+from qknorm.auditor.trace import SeenAttention, Trace, plainly, run
 
 
 def audit(
@@ -30,23 +30,30 @@ def audit(
     expect: Mapping[str, object] | None = None,
     suppress: Mapping[str, str] | None = None,
 ) -> Report:
-    """Find the invisible mistakes of QK-norm in a model, by probing it.
+    """Find mistakes of QK-norm that raise no error, by running a model with chosen values.
 
     Args:
-        model: any, in any mode; it is left as it was, to the bit.
-        inputs: what it is called with: a tensor, a tuple, or keyword arguments. None for a Hugging Face
-            model, which gets random tokens or pixels.
-        optimizer: to see in which groups the gains are.
-        trained: the weights come from training, so that no gain may sit at its initial value.
-        expect: what the attentions are meant to be, such as `{"causal": True, "window": 32}`; see
-            docs/audit.md. What is read back otherwise is a finding.
-        suppress: reasons by code for findings that are known and wanted.
+        model: any module, in training or evaluation mode. It is restored to the bit.
+        inputs: the arguments of the model: a tensor, a tuple of positional arguments, or a mapping of
+            keyword arguments. None is allowed for a Hugging Face model, which gets random tokens or
+            pixels.
+        optimizer: the optimizer of the model. It is checked that no group decays the gains or treats
+            them as matrices.
+        trained: whether the weights come from training. If they do, a gain at its initial value is a
+            finding.
+        expect: the formula that the attentions are meant to have, such as
+            `{"causal": True, "window": 32}`; see docs/audit.md. A difference is a finding.
+        suppress: reasons by code for findings that are known and accepted.
+
+    Returns:
+        The report.
 
     Raises:
-        ValueError: the model cannot be called so, or shows no attention.
+        ValueError: the model cannot be called with these inputs, no attention was found in it, or an
+            expectation or a code is unknown.
     """
     reasons, expected = checked_reasons(suppress), parse(expect or {})
-    # Neither the mode of the caller nor a choice of faster products may change what is found.
+    # The result depends neither on the inference mode nor on the precision that the caller has set.
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -68,17 +75,20 @@ def _audit(
     called(model, lambda: run(trace, subject.paths[default], (), subject.inputs))
     if trace.replaced - {"reference"} or any(map(_is_compiled, model.modules())):
         subject.paths["plain"] = _plainly(subject.paths[default])
-    hidden = [f"{path}: {name} does not show what it does" for path, name in trace.opaque.items()]
+    hidden = [
+        f"{path}: {name} may compute attention, which cannot be seen from outside"
+        for path, name in trace.opaque.items()
+    ]
     not_probed = [*trace.failed, *hidden]
     if not trace.attentions:
         raise ValueError(
-            f"{type(model).__name__} showed no attention: no softmax over a product of two "
-            "activations, and no call of F.scaled_dot_product_attention"
+            f"no attention was found in {type(model).__name__}: it computes no softmax over a product "
+            "of two activations and does not call F.scaled_dot_product_attention"
             + "".join(f"; {sentence}" for sentence in not_probed)
         )
     real, blind, batch, found = subject.real(), None, 0, 0
-    refused: list[Attention] = []
-    layers: dict[str, tuple[int, int]] = {}  # heads and their width
+    refused: list[SeenAttention] = []
+    layers: dict[str, tuple[int, int]] = {}  # the number of heads and their width, by path
     findings: list[Finding] = []
     formulas: dict[str, Formula] = {}
     for site in find_sites(trace.attentions, refused, not_probed):
@@ -87,15 +97,17 @@ def _audit(
         batch, found = batch or site.batch, found + 1
         blind = probes.blind_rows(site.attention, blind)
         with Guarded(not_probed, path):
-            layer = Layer(path, site, *read(site), real, is_trained, optimizer)
+            layer = AuditedLayer(path, site, *read(site), real, is_trained, optimizer)
             formulas[path] = layer.f
             for rule in RULES_OF_A_LAYER:
                 with Guarded(not_probed, f"{path}, {rule.__name__.replace('_', ' ')}"):
                     findings.extend(rule(layer))
             findings.extend(check(expected, layer, not_probed))
             if layer.f.scale is None:
-                not_probed.append(f"{path}: what its logits are of q.k, so neither scale nor bound")
-    # A layer that could not be asked may be one whose parameters do nothing.
+                not_probed.append(
+                    f"{path}: the scale and the bound, since its logits are no known function of q.k"
+                )
+    # The probe for parameters without an effect also needs the layers whose formula was not read.
     layers = {one.path: (one.q.shape[1], one.q.shape[-1]) for one in refused if one.path} | layers
     not_probed += unchecked(expected, formulas, layers)
     of_the_whole: dict[str, Callable[[], Iterable[Finding]]] = {
@@ -117,7 +129,7 @@ def _audit(
         if window >= length
     ]
     exercised = [
-        f"{len(formulas)} of {found + len(refused)} attentions asked for their formula",
+        f"the formula of {len(formulas)} of {found + len(refused)} attentions",
         f"paths: {', '.join(subject.paths)}",
         f"dtype: {dtype_of(model)}".replace("torch.", ""),
         f"batch and length: {(batch or trace.attentions[0].q.shape[0], length)}",
@@ -132,7 +144,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _plainly(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The model as it was traced."""
+    """Return the path on which the formula was read: eager code, without kernels, see `plainly`."""
 
     def plain(**inputs: Any) -> Any:
         with plainly():
@@ -144,7 +156,10 @@ def _plainly(call: Callable[..., Any]) -> Callable[..., Any]:
 def _shifts(
     subject: Subject, formulas: Mapping[str, Formula], known: list[Finding]
 ) -> Iterable[Finding]:
-    """Where there is RoPE, and what moves outputs is not known from a layer."""
+    """Probe whether outputs change when all positions shift.
+
+    This is skipped without RoPE, and where a finding of a layer already explains such a change.
+    """
     is_known = any(one.code in ("QK002", "QK023") for one in known)
     has_rope = any(f.rope is not None for f in formulas.values())
     return probes.find_shifts(subject) if has_rope and not is_known else ()

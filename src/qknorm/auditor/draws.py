@@ -1,4 +1,4 @@
-"""Random numbers that are the same whatever the user has set as default dtype, device and seed."""
+"""Random numbers that do not depend on the default dtype, device and seed that the user has set."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from torch import Tensor
 
 
 def drawn(shape: Sequence[int], seed: int, spread: float = 1.0) -> Tensor:
-    """Normal numbers of this standard deviation, fp32 on the CPU."""
+    """Draw numbers from a normal distribution with mean 0.
+
+    Args:
+        shape: shape of the result.
+        seed: seed of the generator.
+        spread: standard deviation.
+
+    Returns:
+        An fp32 tensor on the CPU.
+    """
     generator = torch.Generator("cpu").manual_seed(seed)
     return spread * torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")

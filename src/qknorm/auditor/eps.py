@@ -15,23 +15,29 @@ from qknorm.auditor.fit import SMALL, TOP, Fit
 from qknorm.auditor.norms import axes_of, by_share, mean_square
 from qknorm.auditor.site import Site
 
-LARGE = 256.0  # times SMALL: beside which no eps counts
+LARGE = 256.0  # times SMALL; an eps in use is negligible next to the square of such entries
 SCALES = [10.0 ** (-k / 2) for k in range(-3, 29)]  # times SMALL
 
 
-def read_eps(site: Site, side: str, fit: Fit) -> tuple[float, str]:
-    """Read eps and its place ("inside", "outside" or "clamp") from smaller and smaller raw vectors.
+def read_eps(site: Site, which: str, fit: Fit) -> tuple[float, str]:
+    """Read eps and its place from smaller and smaller raw vectors.
 
-    eps is 0 if none shows.
+    Args:
+        site: the attention.
+        which: "q" or "k".
+        fit: the norm of q or of k.
+
+    Returns:
+        eps, which is 0 if it has no visible effect, and "inside", "outside" or "clamp".
     """
-    raw = drawn(site.raw_shape(side), 7, SMALL)
+    raw = drawn(site.raw_shape(which), 7, SMALL)
     axes = axes_of(fit.key)
 
-    def ask(factor: float) -> Tensor:
-        return by_share(site.answers(side, factor * raw)[:, 0], fit.key)
+    def shares_for(factor: float) -> Tensor:
+        return by_share(site.multiplied(which, factor * raw)[:, 0], fit.key)
 
     most = 1.0 if fit.raw_limit is not None else LARGE
-    full, rest = ask(most), ask(0.0).nan_to_num()
+    full, rest = shares_for(most), shares_for(0.0).nan_to_num()
     squares = mean_square(raw.double()[:, 0], fit.key)
     free = torch.ones_like(full) if fit.limit is None else (full.abs() < fit.limit * TOP).double()
     span = ((full - rest) * free).square().sum(axes, keepdim=True)
@@ -39,7 +45,7 @@ def read_eps(site: Site, side: str, fit: Fit) -> tuple[float, str]:
     for c in SCALES:
         if c > most:
             continue
-        ratio = ((ask(c) - rest) * (full - rest) * free).sum(axes, keepdim=True) / span
+        ratio = ((shares_for(c) - rest) * (full - rest) * free).sum(axes, keepdim=True) / span
         middle = float(ratio.median())
         if not bool(ratio.isfinite().all()) or middle < 0.01:
             break
@@ -58,6 +64,6 @@ def read_eps(site: Site, side: str, fit: Fit) -> tuple[float, str]:
     return value, place
 
 
-def share_of_eps(site: Site, side: str, fit: Fit, eps: float) -> float:
+def share_of_eps(site: Site, which: str, fit: Fit, eps: float) -> float:
     """Return eps as a share of `mean square + eps`, at the median token and head of the inputs."""
-    return eps / (eps + float(mean_square(site.raw(side).double(), fit.key).median()))
+    return eps / (eps + float(mean_square(site.raw(which).double(), fit.key).median()))

@@ -11,9 +11,9 @@ from qknorm.auditor import thresholds as at
 from qknorm.auditor.findings import Finding, finding
 from qknorm.auditor.formula import order_with_uneven_gains
 from qknorm.auditor.guard import Guarded, NotUnderstoodError
-from qknorm.auditor.rules import Layer
+from qknorm.auditor.rules import AuditedLayer
 
-# What may be expected; a tuple of words, or the type of a value.
+# The properties that may be expected, each with the words or the type of its values.
 KEYS: dict[str, type | tuple[str, ...]] = {
     "causal": bool,
     "window": int,
@@ -40,10 +40,18 @@ class Expected:
 
 
 def parse(expect: Mapping[str, object]) -> list[Expected]:
-    """Parse expectations: `{"causal": True}`, or `{"model.layers.0.*:window": 32}` for some of the
-    attentions. Values may be words, as on the command line: yes, no, none, numbers.
+    """Parse expectations.
 
-    Raises ValueError for an unknown key or value.
+    Args:
+        expect: values by key. A key is one of KEYS, as in `{"causal": True}`, or a pattern of module
+            paths and one of KEYS, as in `{"model.layers.0.*:window": 32}`. Values may be words as on the
+            command line, such as "yes" and "none".
+
+    Returns:
+        The expectations.
+
+    Raises:
+        ValueError: a key or a value is unknown.
     """
     found = []
     for name, value in expect.items():
@@ -74,8 +82,17 @@ def _value(key: str, value: object) -> Value:
     return number
 
 
-def check(expected: list[Expected], layer: Layer, not_probed: list[str]) -> Iterator[Finding]:
-    """QK024: the formula differs from what is expected. What cannot be decided goes to `not_probed`."""
+def check(expected: list[Expected], layer: AuditedLayer, not_probed: list[str]) -> Iterator[Finding]:
+    """QK024: compare the formula with what is expected.
+
+    Args:
+        expected: the expectations.
+        layer: the attention.
+        not_probed: receives a sentence for each expectation that cannot be decided.
+
+    Yields:
+        A finding for each difference.
+    """
     for one in expected:
         if not fnmatchcase(layer.path, one.pattern):
             continue
@@ -89,7 +106,17 @@ def check(expected: list[Expected], layer: Layer, not_probed: list[str]) -> Iter
 
 
 def unchecked(expected: list[Expected], read: Collection[str], every: Collection[str]) -> Iterator[str]:
-    """List the expectations that match no attention, or only such that could not be read."""
+    """List expectations that were not checked.
+
+    Args:
+        expected: the expectations.
+        read: the paths of the attentions whose formula was read.
+        every: the paths of all attentions.
+
+    Yields:
+        A sentence for each expectation that matches no attention, and for each attention that it matches
+        and whose formula was not read.
+    """
     for one in expected:
         paths = [path for path in every if fnmatchcase(path, one.pattern)]
         yield from (
@@ -99,18 +126,18 @@ def unchecked(expected: list[Expected], read: Collection[str], every: Collection
             yield f"expected {one}: no attention is called {one.pattern}"
 
 
-def _found(one: Expected, layer: Layer) -> list[Value]:
+def _found(one: Expected, layer: AuditedLayer) -> list[Value]:
     """Return the property that was read, for q and for k where they may differ."""
     f, sides, tokens = layer.f, layer.normed, layer.site.raw_shape("k")[1]
     if one.key in ("causal", "window", "sink") and f.causal is None:
         raise NotUnderstoodError("its logits were not seen")
     if one.key == "causal":
         if tokens < 2:
-            raise NotUnderstoodError("one token sees no other")
+            raise NotUnderstoodError("the model was called with one token")
         return [f.causal]
     if one.key == "window":
         if f.window is None and not layer.scores.is_plain:
-            raise NotUnderstoodError("other masks act beside it")
+            raise NotUnderstoodError("causality and a window do not explain the mask")
         if f.window is None and one.value is not None and tokens <= int(one.value):
             raise NotUnderstoodError(f"the model was called with {tokens} tokens")
         return [f.window]
@@ -118,10 +145,10 @@ def _found(one: Expected, layer: Layer) -> list[Value]:
         is_open = f.order == "not identifiable"
         order = order_with_uneven_gains(layer.site, sides, f.rope) if is_open else f.order
         if order in (None, "not identifiable"):
-            raise NotUnderstoodError("without RoPE, or without a gain, there is none")
+            raise NotUnderstoodError("there is an order only where there are a gain and RoPE")
         return [f"{order}_rope"]
     if one.key == "scale" and f.scale is None:
-        raise NotUnderstoodError("what its logits are of q.k was not understood")
+        raise NotUnderstoodError("its logits are no known function of q.k")
     if one.key == "norm":
         return [side.fit.key[1] or "none" for side in layer.sides.values()]
     if one.key == "eps":

@@ -61,35 +61,48 @@ class Fit:
         return better if residual < self.residual else self
 
 
-def fit(site: Site, side: str) -> Fit:
-    """Find the norm of one side, "q" or "k". Raises NotUnderstoodError if no norm explains it."""
-    best = _fit(site, side, SPREAD)
+def fit(site: Site, which: str) -> Fit:
+    """Find the norm of q or of k.
+
+    Args:
+        site: the attention.
+        which: "q" or "k".
+
+    Returns:
+        The norm with the smallest residual.
+
+    Raises:
+        NotUnderstoodError: no norm explains q or k.
+    """
+    best = _fit(site, which, SPREAD)
     if best is None or best.residual > at.EXACT:
         # A clamp of raw entries acts on large entries only.
-        small = _fit(site, side, SMALL)
+        small = _fit(site, which, SMALL)
         is_better = small is not None and (best is None or best.residual > 10 * small.residual)
         if small is not None and is_better and small.residual < at.EXACT_SMALL:
-            best = replace(small, raw_limit=_raw_limit(site, side))
+            best = replace(small, raw_limit=_raw_limit(site, which))
     if best is None or best.residual > at.KNOWN:
-        raise NotUnderstoodError(f"{side} is no norm, gain and rotation of a projection")
+        raise NotUnderstoodError(
+            f"{which} is not the norm of a projection, followed by a gain and a rotation"
+        )
     first = torch.diagonal(best.matrices[0], dim1=-2, dim2=-1)  # [H, D]
     mixed = float((best.matrices[0] - torch.diag_embed(first)).abs().max() / first.abs().max())
     if mixed > at.MIXED and best.limit is None:
-        raise NotUnderstoodError(f"entries of {side} are rotated or mixed at the first token already")
+        raise NotUnderstoodError(f"entries of {which} are rotated or mixed at the first token already")
     return best
 
 
-def _fit(site: Site, side: str, spread: float) -> Fit | None:
+def _fit(site: Site, which: str, spread: float) -> Fit | None:
     # Consecutive tokens let distances be compared. At the last token the slowest pair has turned most.
-    B, T, H, D = site.raw_shape(side)
+    B, T, H, D = site.raw_shape(which)
     tokens = sorted({*range(min(T, CONSECUTIVE)), T - 1})
     count = math.ceil((1.5 * D + 8) / B)
-    raws, answers = [], []
+    raws, multiplied = [], []
     for seed in range(100, 100 + count):
         drawing = drawn((B, T, H, D), seed, spread)
         raws.append(drawing[:, tokens].double())
-        answers.append(site.answers(side, drawing)[:, tokens])
-    raw, found = torch.cat(raws), torch.cat(answers)
+        multiplied.append(site.multiplied(which, drawing)[:, tokens])
+    raw, found = torch.cat(raws), torch.cat(multiplied)
     if not bool(found.isfinite().all()):
         return None
     limit = limit_of(found)
@@ -157,14 +170,14 @@ def limit_of(found: Tensor) -> float | None:
     return top if share > at.CLAMPED and top > 0 else None
 
 
-def _raw_limit(site: Site, side: str) -> float:
+def _raw_limit(site: Site, which: str) -> float:
     """Return the size at which raw entries are clamped: beyond it a growing entry changes nothing."""
-    raw = torch.full(site.raw_shape(side), 0.1, dtype=torch.float32, device="cpu")
+    raw = torch.full(site.raw_shape(which), 0.1, dtype=torch.float32, device="cpu")
     last, last_value = None, 0.0
     for value in [0.1 * 1.1**i for i in range(80)]:
         raw[..., 0] = value
-        answer = site.answers(side, raw)[:, 0]
-        if last is not None and float((answer - last).abs().max()) < 1e-6 * float(answer.abs().max()):
+        found = site.multiplied(which, raw)[:, 0]
+        if last is not None and float((found - last).abs().max()) < 1e-6 * float(found.abs().max()):
             return last_value
-        last, last_value = answer, value
+        last, last_value = found, value
     return math.inf

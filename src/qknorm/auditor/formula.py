@@ -23,15 +23,15 @@ from qknorm.auditor.site import Site
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What was read of q or of k.
+    """The formula of q or of k, which are the two sides of the product q.k.
 
     Attributes:
         norm: None, "rms", "layer", or "l2", whose result has a root mean square of 1 / sqrt(D).
         fit: the norm without its gain, and the linear map A that follows it.
         gain: the gain that follows the norm.
-        parameters: those on which q or k depends, without the projections.
-        eps: of the norm.
-        eps_place: "inside", "outside" or "clamp".
+        parameters: the parameters on which q or k depends, without those of the projections.
+        eps: the eps of the norm; None without a norm.
+        eps_place: "inside", "outside" or "clamp"; None without a norm.
         eps_share: eps as a share of `mean square + eps` for the inputs of the audit.
     """
 
@@ -92,7 +92,18 @@ class Formula:
 
 
 def read_side(site: Site, name: str) -> Side:
-    """Read one side, "q" or "k". Raises NotUnderstoodError if no norm explains it."""
+    """Read the norm, the gain and eps of q or of k.
+
+    Args:
+        site: the attention.
+        name: "q" or "k".
+
+    Returns:
+        The parts of the formula.
+
+    Raises:
+        NotUnderstoodError: no norm explains q or k.
+    """
     found = fit(site, name)
     norm = found.key[0]
     parameters = gain_parameters(site, name)
@@ -117,7 +128,10 @@ def read_side(site: Site, name: str) -> Side:
 
 
 def order_with_uneven_gains(site: Site, sides: dict[str, Side], rope: str | None) -> str | None:
-    """Return the order where equal gains hide it: the gains are changed, and put back afterwards."""
+    """Read the order of gain and RoPE with random gains, since equal gains would not show it.
+
+    The gains are restored to the bit afterwards.
+    """
     parameters = {p for side in sides.values() for p in side.parameters}
     before = {p: p.detach().clone() for p in parameters}
     with torch.no_grad():
@@ -170,7 +184,7 @@ def read(site: Site) -> tuple[Formula, dict[str, Side], Scores]:
 
 def _is_v_normed(site: Site) -> bool:
     """Whether V stays the same when the outputs of the projections are 4 times as large."""
-    small, large = (site.ask({i: f * y for i, y in site.outputs.items()}).v for f in (0.05, 0.2))
+    small, large = (site.rerun({i: f * y for i, y in site.outputs.items()}).v for f in (0.05, 0.2))
     assert small is not None
     assert large is not None
     before, after = small.detach().double().norm(), large.detach().double().norm()

@@ -32,13 +32,20 @@ class Gain:
     factor: float
 
 
-def gain_parameters(site: Site, side: str) -> dict[nn.Parameter, tuple[int, ...]]:
-    """Return the parameters on which q or k depends, without those of the projections. Each comes with
-    the entry that has the largest gradient: where the gains of q and k are packed into one parameter,
-    that entry belongs to this side."""
+def gain_parameters(site: Site, which: str) -> dict[nn.Parameter, tuple[int, ...]]:
+    """Find the parameters on which q or k depends, without those of the projections.
+
+    Args:
+        site: the attention.
+        which: "q" or "k".
+
+    Returns:
+        The parameters, each with the index of the entry that has the largest gradient. Where one
+        parameter holds the gains of both q and k, this entry belongs to the one that was chosen.
+    """
     with torch.enable_grad():
-        attention = site.ask()
-        x = attention.q if side == "q" else attention.k
+        attention = site.rerun()
+        x = attention.q if which == "q" else attention.k
         if not x.requires_grad:
             return {}
         parameters = [p for p in site.module.parameters() if p.requires_grad and p.is_floating_point()]
@@ -52,22 +59,34 @@ def gain_parameters(site: Site, side: str) -> dict[nn.Parameter, tuple[int, ...]
     return found
 
 
-def read_gain(site: Site, side: str, fit: Fit, parameters: dict[nn.Parameter, tuple[int, ...]]) -> Gain:
-    """Read the gain. q depends on a stored gain w as `a (w + o)`; the derivative gives the factor a."""
+def read_gain(site: Site, which: str, fit: Fit, parameters: dict[nn.Parameter, tuple[int, ...]]) -> Gain:
+    """Read the gain of q or of k.
+
+    q depends on a stored gain w as `a (w + o)`, so the derivative by w gives the factor a.
+
+    Args:
+        site: the attention.
+        which: "q" or "k".
+        fit: the norm, and the linear map that follows it.
+        parameters: the result of `gain_parameters`.
+
+    Returns:
+        The gain.
+    """
     first = torch.diagonal(fit.matrices[0], dim1=-2, dim2=-1)  # [H, D]
     if fit.key[0] is None:
         return Gain(values=None, kind=None, factor=float(first.median()))
     H, D = first.shape
-    raw = torch.cat([drawn(site.raw_shape(side), seed, fit.spread) for seed in range(5, 9)])
+    raw = torch.cat([drawn(site.raw_shape(which), seed, fit.spread) for seed in range(5, 9)])
     n = normalized(raw.double(), fit.key, fit.eps)[:, 0]  # [4 B, H, D]
 
-    def ask() -> Tensor:
-        return torch.cat([site.answers(side, part)[:, 0] for part in raw.split(site.batch)])
+    def first_token() -> Tensor:
+        return torch.cat([site.multiplied(which, part)[:, 0] for part in raw.split(site.batch)])
 
-    base = ask()
+    base = first_token()
     for parameter, entry in parameters.items():
         with nudged(parameter, entry):
-            after = ask()
+            after = first_token()
         slope = (after - base) / STEP / n
         if fit.limit is not None:
             free = torch.maximum(base.abs(), after.abs()) < fit.limit * TOP

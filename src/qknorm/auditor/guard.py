@@ -1,4 +1,4 @@
-"""One part of an audit that fails does not end the others: it is listed, with the reason."""
+"""Let an audit go on when one of its parts fails, and list the part and the reason."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from contextlib import contextmanager
 
 
 class NotUnderstoodError(Exception):
-    """This attention cannot be asked, and why."""
+    """The formula of an attention cannot be read. The message says why."""
 
 
 class Guarded:
-    """A block after which the audit goes on: what it raises is noted in `not_probed`."""
+    """A context that catches the errors of its block and adds a sentence for each to `not_probed`.
+
+    Args:
+        not_probed: receives the sentence.
+        what: the part of the audit that the block does; the sentence begins with it.
+    """
 
     def __init__(self, not_probed: list[str], what: str) -> None:
         self.not_probed, self.what = not_probed, what
@@ -28,25 +33,25 @@ class Guarded:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says."""
+    """Return the first line of the message of an error, at most 200 characters."""
     return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), "")
 
 
 def in_one_line(error: BaseException) -> str:
-    """Its type and what it says."""
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
 
 
 class TargetError(ValueError):
-    """What is to be audited cannot be: one sentence."""
+    """A target cannot be audited. The message is one sentence that says why."""
 
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turn whatever is raised while something is read or built into a TargetError that names it."""
+    """Turn any error of the block into a TargetError which says that `what` cannot be read."""
     try:
         yield
     except (TargetError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # also SystemExit: a factory that calls sys.exit(0) is no success
+    except BaseException as error:  # also SystemExit, since a factory may call sys.exit(0)
         raise TargetError(f"{what} cannot be read: {in_one_line(error)}") from error

@@ -18,7 +18,7 @@ from qknorm.auditor.findings import Finding, finding
 from qknorm.auditor.guard import Guarded, NotUnderstoodError
 from qknorm.auditor.rules import LOW, dtype_of
 from qknorm.auditor.subject import DOCUMENTS, Subject, output
-from qknorm.auditor.trace import Attention
+from qknorm.auditor.trace import SeenAttention
 
 
 def _other_token(tokens: Tensor) -> Tensor:
@@ -53,14 +53,14 @@ def find_leaks(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
         not_probed.append("leaks: the model takes no tokens")
         return
     shape, real = subject.inputs[subject.tokens].shape, subject.real()
-    default, own = next(iter(subject.paths)), set()
+    default, known = next(iter(subject.paths)), set()
     for path in subject.paths:
         if path == "decode":
-            continue  # a decoded token has no later ones
+            continue  # there are no later tokens when a token is decoded
         with Guarded(not_probed, f"leaks of {path}"):
             base = subject.run(path)
             if base.dim() < 3 or base.shape[:2] != shape:
-                raise NotUnderstoodError("its output has no row per token")
+                raise NotUnderstoodError("its output has no row for each token")
             if not bool((base if real is None else base[real.to(base.device)]).isfinite().all()):
                 not_probed.append(f"leaks of {path}: its outputs are not finite")
             for what, size in _leaks_of(subject, path, base):
@@ -70,9 +70,9 @@ def find_leaks(subject: Subject, not_probed: list[str]) -> Iterator[Finding]:
                 how = f"moves outputs by {size:.1e} of their size" if is_finite else "makes outputs NaN"
                 evidence: dict[str, float] = {"moved": size} if is_finite else {}
                 if path == default:
-                    own.add(what)
+                    known.add(what)
                     yield finding("QK014", None, f"{what} {how}", **evidence)
-                elif what not in own:
+                elif what not in known:
                     yield finding("QK019", None, f"under {path}, {what} {how}", **evidence, path=path)
 
 
@@ -164,7 +164,7 @@ def _slopes(
     """
     found = list(parameters)
     idle, spoilt = set(found), set()
-    own = {p: p.grad for p in found}
+    grads = {p: p.grad for p in found}
     others = [p for p in subject.model.parameters() if p.requires_grad and p not in idle]
 
     def look(p: Tensor) -> None:
@@ -195,7 +195,7 @@ def _slopes(
             handle.remove()
         for p in others:
             p.requires_grad_(True)
-        for p, grad in own.items():
+        for p, grad in grads.items():
             p.grad = grad
     return idle, spoilt
 
@@ -219,7 +219,7 @@ def _awake(model: nn.Module, idle: Collection[nn.Parameter]) -> Iterator[None]:
                 p.copy_(value)
 
 
-def blind_rows(attention: Attention, others: Tensor | None) -> Tensor | None:
+def blind_rows(attention: SeenAttention, others: Tensor | None) -> Tensor | None:
     """Return the tokens `[B, T]` that see no key in this attention or in `others`."""
     if attention.logits is None:
         return others
@@ -243,7 +243,7 @@ def find_poison(
         with Guarded(not_probed, f"rows that see no key, on {path}"):
             base = subject.run(path)
             if base.dim() < 3 or base.shape[:2] != rows.shape:
-                raise NotUnderstoodError("its output has no row per token")
+                raise NotUnderstoodError("its output has no row for each token")
             what = f"on {path}, tokens that see no key make"
             if not bool(base[rows.to(base.device)].isfinite().all()):
                 yield finding("QK014", None, f"{what} outputs of others NaN", path=path)

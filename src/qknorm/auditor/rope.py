@@ -36,9 +36,10 @@ def read_rope(matrices: Tensor) -> tuple[str | None, int]:
 
 
 def read_order(fits: Iterable[Fit], rope: str | None) -> str | None:
-    """Return the order of gain and rotation on the sides that have a norm.
+    """Return the order of gain and rotation in q and k, as far as they have a norm.
 
-    A can be divided by the gain on either side. The order is the one for which a rotation is left.
+    A can be divided by the gain from the left or from the right. The order is the one for which a
+    rotation is left.
     """
     verdicts = set()
     for fit in fits if rope is not None else ():
@@ -65,8 +66,15 @@ def not_orthogonal(matrices: Tensor) -> float:
 
 
 def not_relative(A: Tensor, C: Tensor) -> float:
-    """Return how much A' C differs between pairs of tokens of the same distance, relative to its largest
-    entry; A and C are those of q and k, `[T, H, D, D]`."""
+    """Return by how much A' C differs between pairs of tokens that have the same distance.
+
+    Args:
+        A: the linear maps that follow the norm of q, `[T, H, D, D]`.
+        C: the linear maps that follow the norm of k, of the same shape.
+
+    Returns:
+        The largest difference, relative to the largest entry of A' C.
+    """
     worst = size = 0.0
     for a, c in zip(A.unbind(1), C.unbind(1), strict=True):
         M = torch.einsum("tij,sik->tsjk", a, c)

@@ -21,13 +21,18 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One attention, as it was read back.
+class AuditedLayer:
+    """An attention whose formula was read.
 
     Attributes:
-        f, sides, scores: what `formula.read` gave.
-        real: bool `[B, T]`, tokens that are no padding; None if all are.
-        is_trained, optimizer: as given to `audit`.
+        path: the path of its module.
+        site: the attention and its module.
+        f: the formula.
+        sides: the parts of the formula that belong to "q" and to "k".
+        scores: what lies between q.k and the softmax.
+        real: bool `[B, T]`, False for padding; None if the inputs do not mark padding.
+        is_trained: whether the weights come from training.
+        optimizer: the optimizer of the model; None if it is not known.
     """
 
     path: str
@@ -45,7 +50,7 @@ class Layer:
         return {name: side for name, side in self.sides.items() if side.norm is not None}
 
 
-def of_norms(layer: Layer) -> Iterator[Finding]:
+def of_norms(layer: AuditedLayer) -> Iterator[Finding]:
     """QK001, QK002, QK004, QK005, QK006, QK016: the norms, their statistics and their gains."""
     path, f, sides = layer.path, layer.f, layer.normed
     if not sides:
@@ -75,23 +80,25 @@ def _is_constant(side: Side) -> bool:
     return float((side.gain.values - middle).abs().max()) < at.PROPORTIONAL * abs(middle)
 
 
-def of_values(layer: Layer) -> Iterator[Finding]:
+def of_values(layer: AuditedLayer) -> Iterator[Finding]:
     """QK003: V is normed."""
     if layer.f.v_norm:
         yield finding("QK003", layer.path, "V does not grow with its projection")
 
 
-def of_eps(layer: Layer) -> Iterator[Finding]:
+def of_eps(layer: AuditedLayer) -> Iterator[Finding]:
     """QK007: eps is missing, too small or in another place. Reported once for a layer."""
     for name, side in layer.normed.items():
         assert side.eps is not None
-        zero = layer.site.answers(name, drawn(layer.site.raw_shape(name), 0, 0.0))
+        zero = layer.site.multiplied(name, drawn(layer.site.raw_shape(name), 0, 0.0))
         words = []
         if side.eps < at.LEAST_EPS or side.eps_place != "inside":
             where = {"clamp": ", a clamp of the length", "outside": ", outside the root"}
             words.append(f"eps of {name} is {side.eps:.1e}{where.get(str(side.eps_place), '')}")
         if side.eps_share > at.EPS_SHARE:
-            words.append(f"eps of {name} is {side.eps:.1e}, {side.eps_share:.1%} of what the root is of")
+            words.append(
+                f"eps of {name} is {side.eps:.1e}, {side.eps_share:.1%} of the number under the root"
+            )
         if not bool(zero.isfinite().all()):
             words.append(f"a zero {name} gives NaN")
         if words:
@@ -102,7 +109,7 @@ def of_eps(layer: Layer) -> Iterator[Finding]:
             return
 
 
-def of_precision(layer: Layer) -> Iterator[Finding]:
+def of_precision(layer: AuditedLayer) -> Iterator[Finding]:
     """QK008: the statistic has a low precision.
 
     In fp32 the residual of the fit shows it. In the model's own low dtype the length of q or k shows it:
@@ -133,9 +140,9 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def _lost_when_large(site: Site, name: str) -> float:
-    """Return how far q or k for raw entries around 300, whose squares overflow in fp16, is off."""
+    """Return the relative error of q or k for raw entries around 300, whose squares overflow in fp16."""
     raw = drawn(site.raw_shape(name), 0)
-    usual, large = site.answers(name, raw), site.answers(name, 300 * raw)
+    usual, large = site.multiplied(name, raw), site.multiplied(name, 300 * raw)
     if not bool(large.isfinite().all()):
         return 1.0
     return float(((large * usual).sum(-1) / usual.square().sum(-1) - 1).abs().max())
@@ -146,8 +153,8 @@ def _error_of_length(site: Site, name: str, dtype: torch.dtype) -> float:
     errors = []
     for seed, spread in enumerate((1.0, 3.0, 300.0)):
         raw = drawn(site.raw_shape(name), seed, spread).to(dtype).float()
-        exact = site.answers(name, raw)
-        low = site.answers(name, raw, module=site.original)
+        exact = site.multiplied(name, raw)
+        low = site.multiplied(name, raw, module=site.original)
         if not bool(low.isfinite().all()):
             return 1.0
         ratio = (low * exact).sum(-1) / exact.square().sum(-1)
@@ -155,7 +162,7 @@ def _error_of_length(site: Site, name: str, dtype: torch.dtype) -> float:
     return float(torch.cat(errors).square().mean().sqrt())
 
 
-def of_limits(layer: Layer) -> Iterator[Finding]:
+def of_limits(layer: AuditedLayer) -> Iterator[Finding]:
     """QK011: entries or logits are clamped."""
     limits: dict[str, float | None] = {}
     for name, side in layer.sides.items():
@@ -169,7 +176,7 @@ def of_limits(layer: Layer) -> Iterator[Finding]:
         yield finding("QK011", layer.path, f"logits are clamped at {limit:.3g}", limit=limit)
 
 
-def of_scale(layer: Layer) -> Iterator[Finding]:
+def of_scale(layer: AuditedLayer) -> Iterator[Finding]:
     """QK017, QK018: the scale is 1/D, or belongs to another width."""
     site, f, D = layer.site, layer.f, layer.f.head_dim
     if f.scale is None:
@@ -185,7 +192,7 @@ def of_scale(layer: Layer) -> Iterator[Finding]:
         yield finding("QK018", layer.path, text, scale=f.scale)
 
 
-def of_rope(layer: Layer) -> Iterator[Finding]:
+def of_rope(layer: AuditedLayer) -> Iterator[Finding]:
     """QK023: A_q' A_k at two positions depends on more than their distance."""
     if layer.f.order == "after":
         return
@@ -206,7 +213,7 @@ def _rotation(side: Fit) -> Tensor:
     return side.matrices / torch.where(first.abs() < 1e-6, 1.0, first)[None, :, None, :]
 
 
-def of_gains(layer: Layer) -> Iterator[Finding]:
+def of_gains(layer: AuditedLayer) -> Iterator[Finding]:
     """QK020: a gain of a trained model is at its initial value."""
     for name, side in layer.sides.items():
         values = side.gain.values
@@ -223,15 +230,15 @@ def of_gains(layer: Layer) -> Iterator[Finding]:
             return
 
 
-def of_optimizer(layer: Layer) -> Iterator[Finding]:
+def of_optimizer(layer: AuditedLayer) -> Iterator[Finding]:
     """QK010: the optimizer decays a gain, or treats it as a matrix."""
     optimizer = layer.optimizer
     if optimizer is None:
         return
     # The formula may have been read from a copy in fp32.
     names = {p: name for name, p in layer.site.module.named_parameters()}
-    own = dict(layer.site.original.named_parameters())
-    gains = {own[names[p]]: name for name, side in layer.sides.items() for p in side.parameters}
+    originals = dict(layer.site.original.named_parameters())
+    gains = {originals[names[p]]: name for name, side in layer.sides.items() for p in side.parameters}
     is_matrix = "muon" in type(optimizer).__name__.lower()
     for group in optimizer.param_groups:
         whose = " and ".join(sorted({gains[p] for p in group["params"] if p in gains}))
@@ -245,7 +252,7 @@ def of_optimizer(layer: Layer) -> Iterator[Finding]:
             return
 
 
-def of_bound(layer: Layer) -> Iterator[Finding]:
+def of_bound(layer: AuditedLayer) -> Iterator[Finding]:
     """QK022: state the bound that the gains imply, and the largest logit of real tokens."""
     site, f, logits = layer.site, layer.f, layer.site.attention.logits
     if f.q_gain_values is None or f.k_gain_values is None or f.scale is None or f.statistic != "head":
@@ -260,7 +267,7 @@ def of_bound(layer: Layer) -> Iterator[Finding]:
     lengths = []
     for name, gains in (("q", f.q_gain_values), ("k", f.k_gain_values)):
         # What zeros become is the bias of the norm.
-        rest = site.answers(name, drawn(site.raw_shape(name), 0, 0.0)).nan_to_num()
+        rest = site.multiplied(name, drawn(site.raw_shape(name), 0, 0.0)).nan_to_num()
         bias = rest.norm(dim=-1).amax((0, 1))  # [H]
         lengths.append(f.head_dim**0.5 * gains.abs().amax(1) + bias)
     bound = abs(f.scale) * float((lengths[0] * lengths[1][site.key_of]).max())

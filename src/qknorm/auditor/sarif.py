@@ -1,4 +1,4 @@
-"""Findings as SARIF 2.1.0, which code hosts show beside the code."""
+"""Write findings as SARIF 2.1.0, a format that code hosts show next to the code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ LEVELS: dict[Severity, str] = {"info": "note", "warning": "warning", "error": "e
 
 
 def to_sarif(report: Report, target: str, version: str) -> dict[str, Any]:
-    """One run. Layers are logical locations: a model has no lines."""
+    """Convert a report to SARIF.
+
+    Args:
+        report: the report of an audit.
+        target: the name of the target that was audited.
+        version: the version of qknorm.
+
+    Returns:
+        A SARIF log with one run. The location of a finding is its layer, as a logical location.
+    """
     rules = [
         {
             "id": code,

@@ -13,7 +13,7 @@ from torch import Tensor
 from qknorm.auditor import thresholds as at
 from qknorm.auditor.draws import drawn
 from qknorm.auditor.site import Site, nudged
-from qknorm.auditor.trace import Attention
+from qknorm.auditor.trace import SeenAttention
 
 FAR = 30.0  # standard deviation of raw entries that drives logits into any cap or clamp in use
 
@@ -44,22 +44,31 @@ class Scores:
 
 
 def read_scores(site: Site, *, normed: bool) -> Scores:
-    """Read them from random q and k, which are larger where no norm bounds the logits."""
+    """Read them from the logits of random q and k.
+
+    Args:
+        site: the attention.
+        normed: whether q and k have a norm. Without one, larger q and k are used as well, since a
+            soft-cap or a clamp may act on large logits only.
+
+    Returns:
+        What lies between q.k and the softmax.
+    """
     spread = 1.0 if normed else 3.0
-    attention = _ask(site, spread)
+    attention = _rerun(site, spread)
     if attention.logits is None:
         return Scores(scale=None, softcap=None, limit=None, causal=None, window=None, sink=None)
     logits, dots = attention.logits, products(attention)
     visible = logits > at.HIDDEN
     scale, softcap, limit = _line(dots[visible], logits[visible])
     if not normed and scale is not None and softcap is None and limit is None:
-        far = _ask(site, FAR)
+        far = _rerun(site, FAR)
         if far.logits is not None and far.logits.shape == logits.shape:
             _, softcap, limit = _line(products(far)[visible], far.logits[visible])
     if scale is None:
         # A constant in a row, such as its maximum, does not change the softmax.
         scale = _shifted_line(dots, logits, visible)
-    other = _ask(site, spread, seed=30) if scale is None else None
+    other = _rerun(site, spread, seed=30) if scale is None else None
     if other is not None and other.logits is not None and other.logits.shape == logits.shape:
         # A bias of positions, such as ALiBi's, stays the same when q and k change.
         scale = _shifted_line(dots - products(other), logits - other.logits, visible)
@@ -76,10 +85,10 @@ def read_scores(site: Site, *, normed: bool) -> Scores:
     )
 
 
-def _ask(site: Site, spread: float, seed: int = 20) -> Attention:
-    raw = [drawn(site.raw_shape(side), seed + n, spread) for n, side in enumerate(("q", "k"))]
+def _rerun(site: Site, spread: float, seed: int = 20) -> SeenAttention:
+    raw = [drawn(site.raw_shape(which), seed + n, spread) for n, which in enumerate(("q", "k"))]
     with torch.no_grad():
-        return site.ask(site.compose(*raw))
+        return site.rerun(site.compose(*raw))
 
 
 def _sink(site: Site, spread: float, found: Tensor | None) -> str | None:
@@ -88,7 +97,7 @@ def _sink(site: Site, spread: float, found: Tensor | None) -> str | None:
         return None
 
     def moves() -> bool:
-        again = _ask(site, spread, seed=30).sink
+        again = _rerun(site, spread, seed=30).sink
         return again is None or bool(((again - found).abs() > at.SINK_MOVES).any())
 
     if moves():
@@ -104,7 +113,7 @@ def _sink(site: Site, spread: float, found: Tensor | None) -> str | None:
     return "off_by_one"
 
 
-def products(attention: Attention) -> Tensor:
+def products(attention: SeenAttention) -> Tensor:
     """Return q.k `[B, H, T, T]` in fp64."""
     q, k = attention.q.double(), attention.k.double()
     return q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT

@@ -1,8 +1,10 @@
-"""One attention of a model, ready to be asked: what do q, k and v become if the projections were these?
+"""Run one attention of a model again, with chosen values as the outputs of its projections.
 
-The module around it is called again with what it was called with, and the outputs of its projections
-are replaced. Which of its products are the projections is read from gradients; which of their columns
-belong to which head, from what goes up and down together at the first token, where RoPE turns nothing.
+The module around the attention is called again with its original arguments, while the outputs of its
+projections are replaced. Gradients show which of its products are the projections. To find the head that
+a column of a projection belongs to, the columns are drawn at random, and each entry of q and k is
+matched with the column that correlates with it. This is done at the first token, which RoPE does not
+rotate.
 
 Shapes: B batch, T tokens (Tq / Tk where keys are of another sequence), H heads (Hq / Hk), D head width,
 N columns of a projection.
@@ -26,16 +28,21 @@ from torch.utils._pytree import tree_map_only
 from qknorm.auditor import thresholds as at
 from qknorm.auditor.draws import drawn
 from qknorm.auditor.guard import Guarded, NotUnderstoodError
-from qknorm.auditor.trace import Attention, Frame, Trace, run
+from qknorm.auditor.trace import Frame, SeenAttention, Trace, run
 
-STEP = 0.5  # by which an entry of a parameter is moved to see what follows
-SAMPLES = 128  # by which a column is told from thousands of others
-FEWEST_DRAWS = 16
+STEP = 0.5  # added to an entry of a parameter, to see what depends on it
+SAMPLES = 128  # enough to tell one column from thousands of others by its correlation
+FEWEST_DRAWS = 16  # even where a large batch gives SAMPLES in fewer draws
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Where the heads of one side are in the projections: product `[H, D]` and column `[H, D]`."""
+    """The columns of the projections that hold the heads of q, or the heads of k.
+
+    Attributes:
+        product: int `[H, D]`, the index of the product that holds each entry.
+        column: int `[H, D]`, the column of each entry in the output of that product.
+    """
 
     product: Tensor
     column: Tensor
@@ -45,19 +52,32 @@ class Columns:
 class Site:
     """An attention and the smallest module that holds its projections.
 
+    The dictionaries have the indices of products as keys, as `Trace` counts them.
+
     Attributes:
-        path: of the smallest module in which q is projected; a number follows if it attends repeatedly.
-        original: the smallest module that holds the projections; module: the same in fp32 or wider.
-        args, kwargs: what it was called with, in that dtype; original_arguments: in the model's own.
-        q_heads, kv_heads, head_dim: Hq, Hk, D.
-        key_heads: which of the heads of k as multiplied are distinct, `[Hk]`.
-        key_of: the distinct head of k that each head of q meets, `[Hq]`.
-        in_batch: how many heads were merged into the batch before they were multiplied.
-        q, k: their columns.
-        feeders: the products on which q, k or v depend directly.
-        tokens_of: how many rows each of them has for a sequence.
-        token_first: those whose rows are `[T, B]`.
-        outputs: of the feeders, `[B, T, N]`; shapes: as they came; parameters: their weights.
+        original: the smallest module that holds the projections.
+        module: the same module, or a copy of it in fp32 if `original` is in a lower precision.
+        args: positional arguments with which `module` is called.
+        kwargs: keyword arguments with which `module` is called.
+        original_arguments: `args` and `kwargs` in the dtype of `original`.
+        occurrence: the position of this attention among those of one run of the module, from 0.
+        attention: the attention, as it was seen in the run of the whole model or of the module.
+        path: the path of the smallest module in which q is projected. If that module attends more than
+            once, the path of its second attention ends in " #2", and so on.
+        q_heads: Hq.
+        kv_heads: Hk.
+        head_dim: D.
+        key_heads: int `[Hk]`, the distinct heads among the heads of k that are multiplied.
+        key_of: int `[Hq]`, for each head of q the distinct head of k with which it is multiplied.
+        in_batch: how many heads were merged into the batch axis before q and k were multiplied.
+        q: the columns of q.
+        k: the columns of k.
+        feeders: the products on which q, k or v depends directly.
+        tokens_of: the number of rows that each of these products has for a sequence.
+        token_first: the products whose output has the axes `[T, B, ...]`.
+        outputs: the outputs of these products for the inputs of the model, `[B, T, N]`.
+        shapes: the shapes in which the module computed these outputs.
+        parameters: the weights of these products.
     """
 
     original: nn.Module
@@ -66,7 +86,7 @@ class Site:
     kwargs: dict[str, Any]
     original_arguments: tuple[tuple[Any, ...], dict[str, Any]]
     occurrence: int
-    attention: Attention
+    attention: SeenAttention
     path: str = ""
     q_heads: int = 0
     kv_heads: int = 0
@@ -83,21 +103,28 @@ class Site:
     shapes: dict[int, torch.Size] = field(default_factory=dict)
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)
 
-    def columns(self, side: str) -> Columns:
-        """Those of "q" or "k"."""
-        columns = self.q if side == "q" else self.k
+    def columns(self, which: str) -> Columns:
+        """Return the columns of "q" or of "k"."""
+        columns = self.q if which == "q" else self.k
         assert columns is not None
         return columns
 
-    def raw_shape(self, side: str) -> tuple[int, ...]:
-        """`[B, T, H, D]` of what one side's columns hold."""
-        x = self.attention.q if side == "q" else self.attention.k
-        return (self.batch, x.shape[2], *self.columns(side).column.shape)
+    def raw_shape(self, which: str) -> tuple[int, ...]:
+        """Return the shape `[B, T, H, D]` of the entries in the columns of "q" or of "k"."""
+        x = self.attention.q if which == "q" else self.attention.k
+        return (self.batch, x.shape[2], *self.columns(which).column.shape)
 
-    def raw(self, side: str) -> Tensor:
-        """What one side's columns held for the inputs of the model, `[B, T, H, D]`."""
-        columns = self.columns(side)
-        found = self.attention.q.new_zeros(self.raw_shape(side))
+    def raw(self, which: str) -> Tensor:
+        """Return the projections of q or of k for the inputs of the model.
+
+        Args:
+            which: "q" or "k".
+
+        Returns:
+            The outputs of the projections, sorted into heads, `[B, T, H, D]`.
+        """
+        columns = self.columns(which)
+        found = self.attention.q.new_zeros(self.raw_shape(which))
         for product in columns.product.unique().tolist():
             here = columns.product == product
             found[:, :, here] = self.outputs[product][:, :, columns.column[here]].to(found)
@@ -105,27 +132,47 @@ class Site:
 
     @property
     def batch(self) -> int:
-        """B."""
+        """The batch size B."""
         return self.attention.q.shape[0]
 
-    def ask(
+    def rerun(
         self, outputs: dict[int, Tensor] | None = None, *, module: nn.Module | None = None
-    ) -> Attention:
-        """The attention, with these outputs `[B, T, N]` of products; the others are what they were."""
+    ) -> SeenAttention:
+        """Run the module again and return its attention.
+
+        Args:
+            outputs: what to put in the place of outputs of products, `[B, T, N]` by index. All other
+                `feeders` keep the outputs that they had for the inputs of the model.
+            module: the module to run, `original` or `module`; `module` if None.
+
+        Returns:
+            The attention, on the CPU, with the graph that autograd recorded.
+
+        Raises:
+            NotUnderstoodError: the module attends less often than in the run of the whole model.
+        """
         chosen = self.outputs | (outputs or {})
 
         def override(index: int, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor:
             if index not in chosen:
                 return compute()
             cast = torch.is_autocast_enabled(parameter.device.type) or not parameter.is_floating_point()
-            x = chosen[index].to(compute() if cast else parameter)  # of its dtype, on its device
+            x = chosen[index].to(compute() if cast else parameter)  # takes its dtype and its device
             x = x.transpose(0, 1) if index in self.token_first else x
-            return x.reshape(self.shapes[index]).clone()  # what the module may write into
+            return x.reshape(self.shapes[index]).clone()  # because the module may write into it
 
         return self._run(override, module)
 
     def compose(self, q: Tensor | None = None, k: Tensor | None = None) -> dict[int, Tensor]:
-        """Outputs of the projections whose columns of q `[B, T, Hq, D]` and k hold these values."""
+        """Make outputs of the projections that hold chosen values of q and k.
+
+        Args:
+            q: values for the columns of q, `[B, T, Hq, D]`; None leaves them as they were.
+            k: values for the columns of k, `[B, T, Hk, D]`; None leaves them as they were.
+
+        Returns:
+            The outputs `[B, T, N]` of the products that changed, by index.
+        """
         made: dict[int, Tensor] = {}
         for value, columns in ((q, self.q), (k, self.k)):
             if value is None or columns is None:
@@ -137,12 +184,20 @@ class Site:
                 made[product][:, :, columns.column[here]] = value[:, :, here].to(made[product])
         return made
 
-    def answers(self, side: str, raw: Tensor, *, module: nn.Module | None = None) -> Tensor:
-        """q, or the distinct heads of k, as they are multiplied, `[B, T, H, D]` in fp64, for raw ones of
-        the same shape."""
+    def multiplied(self, which: str, raw: Tensor, *, module: nn.Module | None = None) -> Tensor:
+        """Return the q or k that enters the product q.k, for chosen outputs of the projections.
+
+        Args:
+            which: "q" or "k".
+            raw: entries for the columns of q or of k, `[B, T, H, D]`.
+            module: the module to run, `original` or `module`; `module` if None.
+
+        Returns:
+            q, or the distinct heads of k, in fp64, `[B, T, H, D]`.
+        """
         with torch.no_grad():
-            found = self.ask(self.compose(**{side: raw}), module=module)
-        x = found.q if side == "q" else found.k[:, self.key_heads]
+            found = self.rerun(self.compose(**{which: raw}), module=module)
+        x = found.q if which == "q" else found.k[:, self.key_heads]
         return x.transpose(1, 2).double()
 
     def _run(
@@ -150,14 +205,14 @@ class Site:
         override: Any,
         module: nn.Module | None = None,
         products: dict[int, nn.Parameter] | None = None,
-    ) -> Attention:
+    ) -> SeenAttention:
         module = module or self.module
         trace = Trace(module, override, stop_after=self.occurrence + 1)
-        told = (self.args, self.kwargs) if module is self.module else self.original_arguments
-        run(trace, module, *_copied(told))
+        arguments = (self.args, self.kwargs) if module is self.module else self.original_arguments
+        run(trace, module, *_copied(arguments))
         if len(trace.attentions) <= self.occurrence:
-            again = "it attends only once when it is called again"
-            raise NotUnderstoodError(trace.failed[0] if trace.failed else again)
+            fewer = "it attends less often when it is called again"
+            raise NotUnderstoodError(trace.failed[0] if trace.failed else fewer)
         if products is not None:
             products.update({one.index: one.parameter for one in trace.products})
         attention = trace.attentions[self.occurrence]
@@ -167,9 +222,18 @@ class Site:
 
 
 def find_sites(
-    attentions: list[Attention], refused: list[Attention], not_probed: list[str]
+    attentions: list[SeenAttention], refused: list[SeenAttention], not_probed: list[str]
 ) -> Iterator[Site]:
-    """The sites of a run one by one, for each may hold a copy of its module; others are refused."""
+    """Find the module of each attention that can be called again.
+
+    Args:
+        attentions: all attentions of a run, in the order of the run.
+        refused: receives the attentions that have a softmax and for which no module was found.
+        not_probed: receives a sentence for each refused attention.
+
+    Yields:
+        One site after the other. Each may hold a copy of its module, so a caller should not keep them.
+    """
     seen: Counter[str] = Counter()
     for attention in attentions:
         site, why = None, list[str]()
@@ -185,11 +249,11 @@ def find_sites(
         yield site
 
 
-def _site(attention: Attention, attentions: list[Attention]) -> Site:
+def _site(attention: SeenAttention, attentions: list[SeenAttention]) -> Site:
     path = None
     for frame in reversed(attention.frames):
         if attention.last_product == frame.first_product:
-            continue  # no projection in it
+            continue  # this module computes no projection before the attention
         inside = [a for a in attentions if any(f is frame for f in a.frames)]
         occurrence = next(i for i, a in enumerate(inside) if a is attention)
         site = _in_fp32(frame, occurrence, attention)
@@ -198,19 +262,20 @@ def _site(attention: Attention, attentions: list[Attention]) -> Site:
         if path is not None and found == {"q", "k"}:
             site.path = path
             return site
-    raise NotUnderstoodError("no linear projection was seen to lead to its q and k")
+    raise NotUnderstoodError("its q and k do not come from linear projections that were seen")
 
 
-def _in_fp32(frame: Frame, occurrence: int, attention: Attention) -> Site:
-    module, told = frame.module, (frame.args, frame.kwargs)
+def _in_fp32(frame: Frame, occurrence: int, attention: SeenAttention) -> Site:
+    module, arguments = frame.module, (frame.args, frame.kwargs)
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if dtypes & {torch.float16, torch.bfloat16}:
         module = copy.deepcopy(module).float()
-        told = _wide(told)
-    return Site(frame.module, module, *told, (frame.args, frame.kwargs), occurrence, attention)
+        arguments = _wide(arguments)
+    return Site(frame.module, module, *arguments, (frame.args, frame.kwargs), occurrence, attention)
 
 
 def _wide(value: Any) -> Any:
+    """Return the arguments with bf16 and fp16 tensors in fp32. A repeated tensor is cast once."""
     low = (torch.float16, torch.bfloat16)
     made: dict[int, Tensor] = {}
 
@@ -218,24 +283,27 @@ def _wide(value: Any) -> Any:
         if x.dtype not in low:
             return x
         if id(x) not in made:
-            # An additive mask hides by the lowest number of its dtype.
-            hides = x == torch.finfo(x.dtype).min
-            made[id(x)] = x.float().masked_fill(hides, torch.finfo(torch.float32).min)
+            # An additive mask holds the lowest number of its dtype where a pair is hidden.
+            is_hidden = x == torch.finfo(x.dtype).min
+            made[id(x)] = x.float().masked_fill(is_hidden, torch.finfo(torch.float32).min)
         return made[id(x)]
 
     return tree_map_only(Tensor, change, value)
 
 
 def _copied(value: Any) -> Any:
-    """Without a graph, and for the module to write into. What was one tensor stays one: modules ask
-    whether their query is their key."""
+    """Copy the tensors of the arguments, without their graphs, since the module may write into them.
+
+    A tensor that is passed twice is copied once, because some modules check whether the query is the
+    same object as the key.
+    """
     made: dict[int, Tensor] = {}
     return tree_map_only(Tensor, lambda x: made.setdefault(id(x), x.detach().clone()), value)
 
 
 @contextmanager
 def nudged(parameter: nn.Parameter, entry: tuple[int, ...]) -> Iterator[None]:
-    """One entry moved, and put back to the bit."""
+    """Add STEP to one entry of a parameter, and restore the entry to the bit afterwards."""
     with torch.no_grad():
         before = parameter[entry].clone()
         parameter[entry] += STEP
@@ -247,13 +315,18 @@ def nudged(parameter: nn.Parameter, entry: tuple[int, ...]) -> Iterator[None]:
 
 @torch.enable_grad()
 def _understand(site: Site) -> set[str]:
-    """Of q and k, those to which projections of this module lead; if both, fill in heads and columns."""
+    """Find the projections of q and k in the module of a site, and fill in the heads and the columns.
+
+    Returns:
+        Those of "q" and "k" that depend on a projection in this module. The site is filled in only if
+        both do.
+    """
     leaves: dict[int, Tensor] = {}
     products: dict[int, nn.Parameter] = {}
 
     def cut(index: int, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor:
         leaves[index] = compute().detach().requires_grad_()
-        return leaves[index].clone()  # which may be written into, as a leaf may not
+        return leaves[index].clone()  # because autograd forbids that the module writes into a leaf
 
     attention = site._run(cut, products=products)
     q, k, v = attention.q, attention.k, attention.v
@@ -295,8 +368,13 @@ def _understand(site: Site) -> set[str]:
 
 
 def _addends(site: Site, grads: dict[int, list[Tensor | None]]) -> dict[int, tuple[int, float]]:
-    """Products that do nothing but add to one with a larger weight, as those of LoRA do, which one that
-    is, and times what they are added: whatever depends on both has proportional gradients."""
+    """Find the products that are only added to the output of a larger product, as LoRA does.
+
+    The gradients of q, k and v with respect to such a product and to the larger one are proportional.
+
+    Returns:
+        For each such product, the index of the larger product and the factor of the addition.
+    """
 
     def factor(i: int, main: int) -> float | None:
         ratio = None
@@ -322,8 +400,10 @@ def _addends(site: Site, grads: dict[int, list[Tensor | None]]) -> dict[int, tup
 
 
 def _heads_in_batch(q: Tensor, leaves: list[Tensor]) -> int:
-    """How many rows of the batch are heads of one sequence: q has one head, and several rows for each
-    sequence of its projections."""
+    """Return how many heads were merged into the batch axis, 1 if none were.
+
+    If they were, q has one head and several rows of the batch for each sequence of its projections.
+    """
     B, H, T, _ = q.shape
     for leaf in leaves:
         sequences, rest = divmod(leaf.numel() // leaf.shape[-1], T)
@@ -335,8 +415,9 @@ def _heads_in_batch(q: Tensor, leaves: list[Tensor]) -> int:
     return 1
 
 
-def _split_batch(attention: Attention, heads: int) -> None:
-    """Give an attention the axis of heads that its batch holds, heads side by side."""
+def _split_batch(attention: SeenAttention, heads: int) -> None:
+    """Move heads from the batch axis to the axis of heads. The heads of a sequence are consecutive rows
+    of the batch."""
     if heads == 1:
         return
 
@@ -352,7 +433,8 @@ def _split_batch(attention: Attention, heads: int) -> None:
 
 
 def _is_token_first(q: Tensor, k: Tensor, v: Tensor, leaf: Tensor) -> bool:
-    """Whether the second token of the first sequence is row 1 of B, and not row B."""
+    """Whether the output of a product has the axes `[T, B, ...]`, so that token 1 of sequence 0 has the
+    index `[1, 0]`."""
     for x in (q, k, v):
         B, _, T, _ = x.shape
         if x.requires_grad and leaf.dim() >= 3 and leaf.shape[:2] == (T, B) and T > 1:
@@ -363,7 +445,7 @@ def _is_token_first(q: Tensor, k: Tensor, v: Tensor, leaf: Tensor) -> bool:
 
 
 def _rows(site: Site, index: int, x: Tensor) -> Tensor:
-    """The output of a product as `[B, T, N]`."""
+    """Return the output of a product as `[B, T, N]`."""
     if index in site.token_first:
         return x.reshape(site.tokens_of[index], site.batch, -1).transpose(0, 1)
     return x.reshape(site.batch, site.tokens_of[index], -1)
@@ -371,21 +453,25 @@ def _rows(site: Site, index: int, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _columns(site: Site, feeding: list[list[int]]) -> tuple[Columns, Columns]:
-    """For q and k the column with which each entry of the first token goes up and down most, whatever
-    else it depends on, while random columns are drawn: an entry of a norm with the column of its own, a
-    clamped one too. What differs from sequence to sequence and not from draw to draw is taken off."""
+    """Match each entry of q and k at the first token with a column of the projections.
+
+    Random columns are drawn, and an entry is matched with the column that has the largest correlation
+    with it. An entry behind a norm or a clamp depends on other columns too, but most on its own. The
+    mean over draws is subtracted for each sequence, since what differs only between sequences is no
+    effect of the drawn columns.
+    """
     raws: dict[int, list[Tensor]] = {i: [] for some in feeding for i in some}
-    answers: tuple[list[Tensor], list[Tensor]] = ([], [])
+    multiplied: tuple[list[Tensor], list[Tensor]] = ([], [])
     for n in range(max(FEWEST_DRAWS, math.ceil(SAMPLES / site.batch) + 1)):
         drawing = {i: drawn(site.outputs[i].shape, 10_000 * n + i) for i in raws}
-        attention = site.ask(drawing)
+        attention = site.rerun(drawing)
         for i, y in drawing.items():
             raws[i].append(y[:, 0])
-        for answer, x in zip(answers, (attention.q, attention.k[:, site.key_heads]), strict=True):
-            answer.append(x[:, :, 0].flatten(1).float().nan_to_num())
+        for seen, x in zip(multiplied, (attention.q, attention.k[:, site.key_heads]), strict=True):
+            seen.append(x[:, :, 0].flatten(1).float().nan_to_num())
     found = []
-    for some, answer, heads in zip(feeding, answers, (site.q_heads, site.kv_heads), strict=True):
-        y = _centred(answer)
+    for some, seen, heads in zip(feeding, multiplied, (site.q_heads, site.kv_heads), strict=True):
+        y = _centred(seen)
         likeness = torch.cat([(y.mT @ _centred(raws[i])).abs() for i in some], 1)  # [H * D, all N]
         best, top = likeness.max(1)
         if float(best.min()) < at.ALIKE or len(top.unique()) != len(top):
@@ -403,7 +489,7 @@ def _columns(site: Site, feeding: list[list[int]]) -> tuple[Columns, Columns]:
 
 
 def _centred(draws: list[Tensor]) -> Tensor:
-    """Draws `[B, N]` one below the other, without the mean of each sequence, of unit length."""
+    """Stack draws `[B, N]` as rows, subtract the mean over draws, and give each column unit length."""
     x = torch.stack(draws)
     return F.normalize((x - x.mean(0)).flatten(0, 1), dim=0)
 
@@ -419,8 +505,12 @@ def _gradients(x: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
 
 
 def _distinct_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of equal heads, repeated for their queries side by side or in turn, and which of these
-    each head is."""
+    """Find the distinct heads of k, since grouped-query attention may repeat a head before the product.
+
+    Returns:
+        The index of the first of each set of equal heads, int `[Hk]`, and for each head of k its
+        position in this list.
+    """
     H = k.shape[1]
     first: list[int] = []
     which = []

@@ -1,7 +1,7 @@
-"""A model as an audit sees it: what it is called with, and every way through it.
+"""The model that is audited, with its inputs and its paths, the ways in which it can be run.
 
-What the arguments mean is told by their values and by the names that callers use for them; what the
-modules inside mean is told by nothing but probing.
+The meaning of an input is derived from its value and from the usual name of such an argument. No names
+of modules inside the model are used.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class Subject:
     """A model in evaluation mode.
 
     Attributes:
-        inputs: keyword arguments of the paths.
-        tokens: the name of the token ids, int `[B, T]`; None for a model of something else.
-        paths: ways from the inputs to the output by name; the first is how the model runs by itself, and
-            "decode" is one with a cache.
-        windows: of attention, as the model's configuration names them.
+        model: the model.
+        inputs: the keyword arguments with which each path is called.
+        tokens: the name of the token ids, int `[B, T]`, among the inputs; None if there are none.
+        paths: the functions that run the model, by name. The first runs the model as it is configured,
+            and "decode" runs it with a cache.
+        windows: widths of attention windows, in tokens, from the configuration of the model.
     """
 
     model: nn.Module
@@ -47,15 +48,15 @@ class Subject:
     windows: list[int]
 
     def name_of(self, kinds: tuple[str, ...]) -> str | None:
-        """The argument of the inputs that is called so."""
+        """Return the first of these names under which the inputs have a tensor, None without one."""
         return next((k for k in kinds if isinstance(self.inputs.get(k), Tensor)), None)
 
     def positions(self) -> str | None:
-        """The name under which the model takes positions."""
+        """Return the name of the argument for positions, None if the model takes none."""
         return next((name for name in POSITIONS if name in _arguments(self.model)), None)
 
     def real(self) -> Tensor | None:
-        """Bool `[B, T]`, True for a token that is no padding; None if the inputs do not say."""
+        """Return bool `[B, T]`, False for padding; None if the inputs do not mark padding."""
         padding, documents = self.name_of(PADDING), self.name_of(DOCUMENTS)
         if self.tokens is None or (padding is None and documents is None):
             return None
@@ -67,21 +68,50 @@ class Subject:
         return real
 
     def run(self, path: str | None = None, changed: dict[str, Any] | None = None) -> Tensor:
-        """The output of one path, with some inputs changed."""
+        """Run the model.
+
+        Args:
+            path: the name of the path; the first one if None.
+            changed: inputs that replace those of the audit, by name.
+
+        Returns:
+            The output, see `output`.
+        """
         call = self.paths[path or next(iter(self.paths))]
         return output(call(**self.inputs | (changed or {})))
 
 
 def output(value: Any) -> Tensor:
-    """The first floating tensor of what a model returns, with three axes if there is one."""
+    """Choose the tensor of a model's result that the audit compares.
+
+    Args:
+        value: what the model returned.
+
+    Returns:
+        The first floating-point tensor that has three axes or more, or else the first one.
+
+    Raises:
+        ValueError: there is no floating-point tensor.
+    """
     found = [t for t in tensors_of(value) if t.is_floating_point()]
     if not found:
-        raise ValueError("the model returns no floating tensor: nothing can be compared")
+        raise ValueError("the model returns no floating-point tensor, so its outputs cannot be compared")
     return next((t for t in found if t.dim() >= 3), found[0])
 
 
 def called(model: nn.Module, call: Callable[[], Any]) -> Any:
-    """What a call of the model returns. Raises ValueError, with what it raised, if it does not work."""
+    """Call the model.
+
+    Args:
+        model: the model, for the message.
+        call: a function without arguments that calls the model.
+
+    Returns:
+        The result of the call.
+
+    Raises:
+        ValueError: the model raised an error, which the message contains.
+    """
     try:
         return call()
     except (Exception, SystemExit) as error:
@@ -91,9 +121,17 @@ def called(model: nn.Module, call: Callable[[], Any]) -> Any:
 
 @contextmanager
 def audited(model: nn.Module, inputs: Any) -> Iterator[Subject]:
-    """The model in evaluation mode, each parameter able to carry a gradient; all is put back.
+    """Put a model into evaluation mode with gradients for all parameters, and restore it afterwards.
 
-    Raises ValueError if there are no inputs and none can be made.
+    Args:
+        model: the model.
+        inputs: the arguments of the model, as for `audit`.
+
+    Yields:
+        The subject of the audit.
+
+    Raises:
+        ValueError: the inputs are None and cannot be made for this model, or they are too many.
     """
     while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = model.module  # the wrapper would reduce gradients over ranks
@@ -117,8 +155,8 @@ def audited(model: nn.Module, inputs: Any) -> Iterator[Subject]:
 
 @contextmanager
 def _without_inference_tensors(model: nn.Module) -> Iterator[None]:
-    """Copies in the place of parameters and buffers that were made in inference mode, which refuse
-    gradients."""
+    """Replace parameters and buffers that were made in inference mode, which cannot require gradients,
+    by copies, and restore them afterwards."""
     held: list[tuple[Any, str, Tensor]] = [
         (store, name, tensor)
         for module in model.modules()
@@ -140,10 +178,10 @@ def _without_inference_tensors(model: nn.Module) -> Iterator[None]:
 
 
 def _subject(model: nn.Module, inputs: Any) -> Subject:
-    own = _transformer(model)
-    named, call = _named(model, own, inputs)
-    if own is not None:
-        named = transformers_paths.options_of(own) | named
+    transformer = _transformer(model)
+    named, call = _named(model, transformer, inputs)
+    if transformer is not None:
+        named = transformers_paths.options_of(transformer) | named
     named = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in named.items()}
     tokens = next(
         (
@@ -159,28 +197,30 @@ def _subject(model: nn.Module, inputs: Any) -> Subject:
     windows: list[int] = []
     if callable(getattr(model, "paths", None)):
         paths = _declared(model, call, named)
-    elif own is not None:
-        paths = transformers_paths.paths_of(own, call, decodes=tokens is not None)
-        windows = transformers_paths.windows_of(own)
+    elif transformer is not None:
+        paths = transformers_paths.paths_of(transformer, call, decodes=tokens is not None)
+        windows = transformers_paths.windows_of(transformer)
     else:
         paths = {"forward": call}
     return Subject(model, named, tokens, paths, windows)
 
 
-def _named(model: nn.Module, own: nn.Module | None, inputs: Any) -> tuple[dict[str, Any], Call]:
-    """The inputs by name, and the model as something that takes them so."""
+def _named(model: nn.Module, transformer: nn.Module | None, inputs: Any) -> tuple[dict[str, Any], Call]:
+    """Return the inputs by name, and a function that calls the model with them as keyword arguments."""
     if inputs is None:
-        if own is None:
+        if transformer is None:
             raise ValueError(
-                f"{type(model).__name__} is no Hugging Face model: pass inputs, what it is called with"
+                f"{type(model).__name__} is not a Hugging Face model: pass its arguments as inputs"
             )
-        return transformers_paths.example_inputs(own), model
+        return transformers_paths.example_inputs(transformer), model
     if isinstance(inputs, Mapping):
         return dict(inputs), model
     values = inputs if isinstance(inputs, tuple | list) else (inputs,)
     names = _arguments(model)
     if len(values) > len(names) and _parameters(model) and not _takes(model, VAR_POSITIONAL):
-        raise ValueError(f"{len(values)} inputs for {type(model).__name__}, which takes {len(names)}")
+        raise ValueError(
+            f"{len(values)} inputs were passed for {type(model).__name__}, which takes {len(names)}"
+        )
     names += [f"input {n}" for n in range(len(names), len(values))]
     given = names[: len(values)]
 
@@ -202,20 +242,23 @@ def _takes(model: nn.Module, *kinds: Any) -> bool:
 
 
 def _wrapped(model: nn.Module) -> nn.Module | None:
-    """What a wrapper holds, which has one child and a forward that takes whatever that does."""
+    """Return the module inside a wrapper, and None for any other module.
+
+    A wrapper has one child, and its forward takes `*args` or `**kwargs`.
+    """
     children = list(model.children())
     return children[0] if len(children) == 1 and _takes(model, VAR_POSITIONAL, VAR_KEYWORD) else None
 
 
 def _transformer(model: nn.Module | None) -> nn.Module | None:
-    """The Hugging Face model that this is, or wraps."""
+    """Return the Hugging Face model that a module is or wraps, None without one."""
     while model is not None and not transformers_paths.is_one(model):
         model = getattr(model, "_orig_mod", None) or _wrapped(model)
     return model
 
 
 def _arguments(model: nn.Module | None) -> list[str]:
-    """Their names, of a wrapper those of what it wraps."""
+    """Return the names of the arguments of a model, or of the model inside a wrapper."""
     while model is not None:
         model = getattr(model, "_orig_mod", model)
         kinds = VAR_POSITIONAL, VAR_KEYWORD
@@ -226,11 +269,11 @@ def _arguments(model: nn.Module | None) -> list[str]:
 
 
 def _declared(model: nn.Module, call: Call, inputs: dict[str, Any]) -> dict[str, Call]:
-    """`model.paths()`, with the one first that the model itself takes."""
+    """Return `model.paths()` with the path first that gives the same output as calling the model."""
     declared: dict[str, Call] = dict(model.paths())  # type: ignore[operator]
     with torch.no_grad():
-        own = output(called(model, lambda: call(**inputs)))
-        same = [n for n, path in declared.items() if n != "decode" and _gives(path, inputs, own)]
+        wanted = output(called(model, lambda: call(**inputs)))
+        same = [n for n, path in declared.items() if n != "decode" and _gives(path, inputs, wanted)]
     first = same[0] if same else "forward"
     return {first: call} | {n: path for n, path in declared.items() if n != first}
 
@@ -238,6 +281,6 @@ def _declared(model: nn.Module, call: Call, inputs: dict[str, Any]) -> dict[str,
 def _gives(call: Call, inputs: dict[str, Any], wanted: Tensor) -> bool:
     try:
         found = output(call(**inputs))
-    except Exception:  # compared with the others, it will say so
+    except Exception:  # the comparison of all paths reports it
         return False
     return found.shape == wanted.shape and torch.equal(found.nan_to_num(), wanted.nan_to_num())

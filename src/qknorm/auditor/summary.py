@@ -1,4 +1,4 @@
-"""A report in few words: its verdict, findings that many layers share, and kinds of layers."""
+"""Summarise a report: its verdict, findings that many layers share, and the kinds of layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ COLUMNS = ("layers", "norm", "over", "gain", "eps", "order", "RoPE", "scale", "h
 
 
 def verdict(report: Report, target: str, fail_on: Severity) -> str:
-    """Return the first line. It counts findings as they are listed: one for all layers that share it."""
+    """Return the first line of a summary.
+
+    A finding that many layers share is counted once, as it is listed.
+
+    Args:
+        report: the report.
+        target: the name of the target.
+        fail_on: the lowest severity of a finding that fails.
+
+    Returns:
+        A sentence such as "model: failed, 3 findings, 1 of severity error".
+    """
     listed = len(grouped(report.findings))
     failing = len(grouped(report.at_least(fail_on)))
     level = fail_on if fail_on == SEVERITIES[-1] else f"{fail_on} or above"
@@ -28,7 +39,7 @@ def _count(findings: int) -> str:
 
 
 def grouped(findings: list[Finding]) -> list[list[Finding]]:
-    """The same finding of many layers together."""
+    """Group findings that are the same in several layers, apart from the numbers of QK022."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for one in findings:
         key = (one.code, one.message if one.layer is None or one.code != "QK022" else "")
@@ -37,7 +48,7 @@ def grouped(findings: list[Finding]) -> list[list[Finding]]:
 
 
 def places(group: list[Finding]) -> str:
-    """Where: the first layer, and how many more."""
+    """Return the first layer of a group and the number of others; "" for findings on the whole model."""
     layers = [one.layer or "the model itself" for one in group if one.layer is not None]
     if not layers:
         return ""
@@ -45,7 +56,7 @@ def places(group: list[Finding]) -> str:
 
 
 def layer_kinds(report: Report) -> list[tuple[str, ...]]:
-    """A row of COLUMNS for each formula that layers share."""
+    """Return one row of COLUMNS for each distinct formula, with the number of layers that have it."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for formula in report.formulas.values():
         plain = {k: v for k, v in plain_formula(formula).items() if not k.endswith("_range")}

@@ -1,7 +1,8 @@
-"""What can be audited by name: a Hugging Face model or checkpoint, a factory in a Python module.
+"""Load the model that a target names on the command line.
 
-A target is a folder with a `config.json`, a `.gguf` file that transformers can read, or
-`package.module:factory`, where the factory returns a module, or a module and what it is called with.
+A target is the folder of a Hugging Face checkpoint with a `config.json`, a `.gguf` file that
+transformers can read, or `package.module:factory`. The factory returns a module, or a module and its
+inputs.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from qknorm.auditor.weights import files_of, norm_of, tensors_of
 
 
 class Target(NamedTuple):
-    """What is audited.
+    """A model that was loaded.
 
     Attributes:
-        inputs: None for inputs that the audit makes itself.
-        ignored: tensors of its files that the model did not take.
-        missing: parameters that no file held, so that they are random.
+        model: the model.
+        inputs: the arguments of the model; None if the audit makes them.
+        ignored: names of the tensors in the files that the model does not use.
+        missing: names of the parameters that are in no file and therefore have random values.
     """
 
     model: nn.Module
@@ -40,14 +42,17 @@ class Target(NamedTuple):
 
 
 def load(target: str, *, weights: bool = True) -> Target:
-    """The module and its inputs.
+    """Load a target.
 
     Args:
-        target: see above.
-        weights: of a folder; without them the structure is audited with random ones.
+        target: the path of a folder or file, or `package.module:factory`.
+        weights: whether to load the weights of a folder. Without them the model has random weights.
+
+    Returns:
+        The model and its inputs.
 
     Raises:
-        ValueError: there is no such target, or it is not what it should be.
+        TargetError: the target does not exist, cannot be read, or needs an extra that is not installed.
     """
     path = Path(target)
     if path.is_dir() and (path / "config.json").is_file():
@@ -55,7 +60,7 @@ def load(target: str, *, weights: bool = True) -> Target:
     if path.is_file() and path.suffix == ".gguf":
         return _gguf(path)
     if path.is_dir():
-        raise TargetError(f"{target} has no config.json: is this the folder of a checkpoint?")
+        raise TargetError(f"{target} has no config.json, so it is not the folder of a checkpoint")
     if path.exists():
         kinds = ".safetensors or .gguf, or package.module:factory"
         raise TargetError(f"{target} cannot be audited: expected the folder of a checkpoint, {kinds}")
@@ -70,15 +75,17 @@ def _checkpoint(folder: Path, weights: bool) -> Target:
     try:
         import transformers
     except ImportError as error:
-        raise TargetError("a checkpoint needs an extra: pip install 'qknorm[transformers]'") from error
+        raise TargetError(
+            "loading a checkpoint needs an extra: pip install 'qknorm[transformers]'"
+        ) from error
     with reading(folder), _silence():
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         names = getattr(config, "architectures", None) or []
         kind: Any = (names and getattr(transformers, names[0], None)) or transformers.AutoModel
         if not weights:
             return Target(kind.from_config(config) if hasattr(kind, "from_config") else kind(config))
-        model, told = kind.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
-        return Target(model, None, told["unexpected_keys"], told["missing_keys"])
+        model, info = kind.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
+        return Target(model, None, info["unexpected_keys"], info["missing_keys"])
 
 
 def _gguf(path: Path) -> Target:
@@ -88,20 +95,22 @@ def _gguf(path: Path) -> Target:
     except ImportError as error:
         raise TargetError("running a GGUF file needs an extra: pip install 'qknorm[gguf]'") from error
     if len(files_of(path)) > 1:
-        raise TargetError(f"{path} is a part of a model, which cannot be run; --weights-only reads it")
+        raise TargetError(
+            f"{path} is one part of a model and cannot be run; --weights-only reads all parts"
+        )
     with reading(path), _silence():
         held = {norm_of(name): name for name, _, _ in tensors_of(path)}
         kind: Any = AutoModelForCausalLM
-        model, told = kind.from_pretrained(path.parent, gguf_file=path.name, output_loading_info=True)
-        # What has no place in the architecture is dropped before the loader reports.
-        own = {norm_of(name) for name, _ in model.named_parameters()}
-        dropped = [name for norm, name in held.items() if norm is not None and norm not in own]
-        return Target(model, None, [*told["unexpected_keys"], *dropped], told["missing_keys"])
+        model, info = kind.from_pretrained(path.parent, gguf_file=path.name, output_loading_info=True)
+        # The loader silently drops tensors that the architecture has no place for.
+        used = {norm_of(name) for name, _ in model.named_parameters()}
+        dropped = [name for norm, name in held.items() if norm is not None and norm not in used]
+        return Target(model, None, [*info["unexpected_keys"], *dropped], info["missing_keys"])
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Keep bars, warnings and reports of the loaders off the terminal; what they raise is raised."""
+    """Hide the progress bars, warnings and log lines of loaders. Errors are raised as usual."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -115,27 +124,45 @@ def _silence() -> Iterator[None]:
 def _factory(target: str) -> Target:
     name, _, attribute = target.partition(":")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: modules of the present folder
+        sys.path.insert(0, "")  # so that modules of the current folder are found, as by `python -m`
     with reading(target):
         factory = getattr(importlib.import_module(name), attribute)
         made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise TargetError(f"{target} returned a {type(model).__name__}, not a module, or one and inputs")
+        raise TargetError(
+            f"{target} returned a {type(model).__name__}, but must return a module, or a module and "
+            f"inputs"
+        )
     return Target(model, inputs)
 
 
 def looks_trained(model: nn.Module) -> bool:
-    """Whether weights come from training: some vector beside the gains of q and k, such as the gain of
-    another norm, is not constant. True where there is no such vector."""
+    """Decide from its weights whether a model was trained.
+
+    Args:
+        model: the model.
+
+    Returns:
+        Whether some parameter with one axis, such as the gain of another norm, is not constant. The
+        gains of q and k do not count. True if there is no such parameter.
+    """
     vectors = [p for name, p in model.named_parameters() if p.dim() == 1 and norm_of(name) is None]
     return not vectors or any(bool((p != p[:1]).any()) for p in vectors)
 
 
 def with_loading(report: Report, target: Target) -> Report:
-    """The report, with what the files and the model do not share.
+    """Add findings about tensors that the model did not use and parameters that no file held.
 
-    Raises ValueError if weights of attention were in no file: then random ones were audited.
+    Args:
+        report: the report of the audit of the target.
+        target: the target.
+
+    Returns:
+        The report with the findings added.
+
+    Raises:
+        TargetError: a weight matrix of an attention is in no file, so random weights were audited.
     """
     layers = [path.split(" #")[0] for path in report.formulas]
     parameters = dict(target.model.named_parameters())
@@ -157,7 +184,7 @@ def with_loading(report: Report, target: Target) -> Report:
     for name in sorted({*target.missing} & parameters.keys()):
         layer = layer_of(name)
         if layer is not None and parameters[name].dim() > 1:
-            raise TargetError(f"no file holds {name}: what would be audited is random")
+            raise TargetError(f"no file holds {name}, so the audit would be of random weights")
         if layer is not None and not any(f.code == "QK020" and f.layer == layer for f in findings):
             findings.append(finding("QK020", layer, f"no file holds {name}", parameter=name))
     return replace(report, findings=findings)

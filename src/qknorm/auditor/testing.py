@@ -1,4 +1,4 @@
-"""For tests: `assert_qk_norm(model)`."""
+"""An assertion for tests: `assert_qk_norm(model)`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,25 @@ def assert_qk_norm(
     expect: Mapping[str, object] | None = None,
     suppress: Mapping[str, str] | None = None,
 ) -> Report:
-    """Fail unless every attention of the model is normed on q and k, and nothing is wrong with it.
+    """Fail unless every attention of the model has QK-norm and the audit finds no mistake.
 
-    Args are those of `audit`. Raises AssertionError with a line for each finding.
+    Args:
+        model: the model, as for `audit`.
+        inputs: the arguments of the model, as for `audit`.
+        fail_on: the lowest severity of a finding that fails.
+        optimizer: the optimizer of the model, as for `audit`.
+        trained: whether the weights come from training, as for `audit`.
+        expect: the expected formula, as for `audit`.
+        suppress: reasons by code for findings that are accepted, as for `audit`. With "QK001" in it, an
+            attention without a norm does not fail.
+
+    Returns:
+        The report of the audit.
+
+    Raises:
+        AssertionError: something was found, could not be probed, or has no norm. The message has a line
+            for each.
+        ValueError: the model cannot be audited, see `audit`.
     """
     __tracebackhide__ = True
     report = audit(model, inputs, optimizer=optimizer, trained=trained, expect=expect, suppress=suppress)

@@ -1,7 +1,8 @@
-"""Finds attention in what a model computes, whatever it is called: a product of two activations whose
-result becomes the weights of a softmax over a third, or a call of `F.scaled_dot_product_attention`.
+"""Find the attentions of a model while it runs.
 
-Works on eager code. Tensors are followed from function to function, so nothing depends on names.
+An attention is a product of two activations that goes through a softmax and then multiplies a third
+activation, or a call of `F.scaled_dot_product_attention`. Tensors are followed from one torch function
+to the next, so the names of modules do not matter. This needs eager code, see `plainly`.
 
 Shapes: B batch, Hq query heads, Tq / Tk tokens, D / Dv head widths.
 """
@@ -26,9 +27,9 @@ from qknorm.auditor import thresholds as at
 from qknorm.auditor.guard import Guarded
 from qknorm.ops.backends import by_definition
 
-# What `torch.jit.script` makes: a mode does not see that it is called.
+# Objects that `torch.jit.script` makes. A `TorchFunctionMode` does not see their calls.
 SCRIPTED: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
-# Python functions that would keep from a mode what they call.
+# Python functions that hide their inner calls from a `TorchFunctionMode`.
 COMPOSITE = (F.multi_head_attention_forward,)
 PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum")
 WITH_WEIGHTS = (*PRODUCTS, "linear", "addmm")
@@ -36,7 +37,15 @@ WITH_WEIGHTS = (*PRODUCTS, "linear", "addmm")
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """A module that is running, and what it was called with."""
+    """A module that is running.
+
+    Attributes:
+        path: the path of the module in the model.
+        module: the module.
+        args: positional arguments of its call.
+        kwargs: keyword arguments of its call.
+        first_product: how many products with parameters were computed before its call.
+    """
 
     path: str
     module: nn.Module
@@ -47,23 +56,32 @@ class Frame:
 
 @dataclass(eq=False)
 class Product:
-    """A product of an activation with a parameter."""
+    """A product of an activation with a parameter.
+
+    Attributes:
+        index: how many products with parameters were computed before this one.
+        parameter: the parameter.
+    """
 
     index: int
     parameter: nn.Parameter
 
 
 @dataclass(eq=False)
-class Attention:
-    """One attention.
+class SeenAttention:
+    """One attention that the trace saw.
 
     Attributes:
-        frames: the modules that ran, outermost first.
-        last_product: how many products with parameters came before.
-        q, k, v: `[B, Hq, Tq, D]`, `[B, Hq or Hk, Tk, D]`, `[B, Hq or Hk, Tk, Dv]`, as multiplied.
-        logits: `[B, Hq, Tq, Tk]` of the softmax; hidden ones far below 0. None where they were not seen.
-        has_softmax: whether one was seen; without it this may be two products in a row.
-        sink: `[B, Hq, Tq]`, the logit of what else the softmax had beside the keys; None without a sink.
+        frames: the modules that were running, outermost first.
+        last_product: how many products with parameters were computed before the attention.
+        q: the queries in the product q.k, `[B, Hq, Tq, D]`.
+        k: the keys in the product q.k, `[B, Hq or Hk, Tk, D]`.
+        v: the values that the weights multiply, `[B, Hq or Hk, Tk, Dv]`.
+        logits: fp64 `[B, Hq, Tq, Tk]`, the input of the softmax, far below 0 where a pair is hidden.
+            None if the trace did not see them.
+        has_softmax: whether the trace saw a softmax. Without one, these may be two products in a row
+            that are no attention.
+        sink: fp64 `[B, Hq, Tq]`, the logit of the sink; None without a sink.
     """
 
     frames: list[Frame]
@@ -77,11 +95,11 @@ class Attention:
 
     @property
     def path(self) -> str:
-        """Of the innermost module."""
+        """The path of the innermost module."""
         return self.frames[-1].path if self.frames else ""
 
     def to_cpu(self) -> None:
-        """What was seen, wherever the model is."""
+        """Move all tensors to the CPU."""
         self.q, self.k = self.q.cpu(), self.k.cpu()
         self.v, self.logits, self.sink = (
             None if x is None else x.cpu() for x in (self.v, self.logits, self.sink)
@@ -90,30 +108,39 @@ class Attention:
 
 @dataclass(eq=False)
 class _Score:
-    """What is known of a tensor that comes from q.k."""
+    """A tensor that was computed from q.k.
 
-    attention: Attention
+    Attributes:
+        attention: the attention to which it belongs.
+        stage: how far the softmax has been computed.
+        unshifted: the logits before a number, such as the maximum, was subtracted from each row; None if
+            none was.
+    """
+
+    attention: SeenAttention
     stage: Literal["logits", "exp", "weights"] = "logits"
-    unshifted: Tensor | None = None  # logits before their rows were shifted, as by their maximum
+    unshifted: Tensor | None = None
 
 
 Override = Callable[[int, nn.Parameter, Callable[[], Tensor]], Tensor]
 
 
 class Trace(TorchFunctionMode):
-    """Follows one run of a model, or of a part of it.
+    """A torch function mode that follows one run of a model, or of a part of it.
 
     Args:
-        model: whose parameters and modules are followed.
-        override: what to put in place of the output of a product with a parameter, from its number, the
-            parameter, and a function that computes the output.
-        stop_after: end the run by `Stopped` once this many attentions have been seen.
+        model: the model whose parameters and modules are followed.
+        override: a function that returns the output of a product with a parameter. It receives the index
+            of the product, the parameter, and a function that computes the original output. None keeps
+            all outputs.
+        stop_after: raise `Stopped` once this many attentions have been seen; None never does.
 
     Attributes:
-        products, attentions: in the order of the run.
-        failed: what could not be followed.
-        opaque: operators of other libraries that may be attentions, by the path of their module.
-        replaced: backends of `qknorm.attention` for which its definition ran.
+        products: the products with parameters, in the order of the run.
+        attentions: the attentions, in the order of the run.
+        failed: a sentence for each part that could not be followed.
+        opaque: operators of other libraries that may compute attention, by the path of their module.
+        replaced: the backends of `qknorm.attention` in whose place its definition ran.
     """
 
     def __init__(
@@ -127,14 +154,14 @@ class Trace(TorchFunctionMode):
         self.override = override
         self.stop_after = stop_after
         self.products: list[Product] = []
-        self.attentions: list[Attention] = []
+        self.attentions: list[SeenAttention] = []
         self.failed: list[str] = []
         self.opaque: dict[str, str] = {}
         self.replaced: set[str] = set()
         self._frames: list[Frame] = []
         self._parameters = {id(p): p for p in model.parameters()}
         self._scores: dict[int, _Score] = {}
-        self._kept: list[Tensor] = []  # so that no id is given to another tensor
+        self._kept: list[Tensor] = []  # so that Python gives no id to another tensor
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -149,7 +176,7 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         tensors = list(tensors_of((args, tuple(kwargs.values()))))
-        # Of a bias and a weight the weight is meant.
+        # If a function takes a weight and a bias, the weight is the one with more axes.
         parameter = max(
             (p for t in tensors if (p := self._parameters.get(id(t))) is not None),
             key=lambda p: p.dim(),
@@ -166,7 +193,7 @@ class Trace(TorchFunctionMode):
             self.opaque[self.path] = str(func)
         with Guarded(self.failed, self.path or "the model"):
             if parameter is not None and len(tensors) == 1:
-                # A view of a weight, or weights computed from it, stands for it.
+                # A view of a weight, or a weight that is computed from it, counts as that weight.
                 for part in tensors_of(out):
                     self._parameters[id(part)] = parameter
                     self._kept.append(part)
@@ -178,7 +205,7 @@ class Trace(TorchFunctionMode):
 
     @property
     def path(self) -> str:
-        """Of the module that is running."""
+        """The path of the module that is running."""
         return self._frames[-1].path if self._frames else ""
 
     def _product(self, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor:
@@ -204,7 +231,7 @@ class Trace(TorchFunctionMode):
         if operands is None:
             return
         q, k = operands
-        attention = Attention(list(self._frames), len(self.products), q, k)
+        attention = SeenAttention(list(self._frames), len(self.products), q, k)
         self._tag(out, _Score(attention))
 
     def _follow(self, name: str, tensors: list[Tensor], out: Any) -> None:
@@ -228,7 +255,7 @@ class Trace(TorchFunctionMode):
                 self._tag(result, score)
 
     def _keep_what_is_overwritten(self, name: str, tensors: list[Tensor]) -> None:
-        """A shift of rows and an exponential in place leave nothing of the logits."""
+        """Copy logits that the next function overwrites in place."""
         score = self._scores.get(id(tensors[0])) if tensors else None
         if name in ("exp_", "sub_", "__isub__") and score is not None and score.unshifted is None:
             score.unshifted = tensors[0].detach().clone()
@@ -247,9 +274,9 @@ class Trace(TorchFunctionMode):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Attention:
+    ) -> SeenAttention:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        attention = Attention(list(self._frames), len(self.products), query, key, value)
+        attention = SeenAttention(list(self._frames), len(self.products), query, key, value)
         with torch.no_grad():
             q, k = four(query).double(), four(key).double()
             k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -262,14 +289,14 @@ class Trace(TorchFunctionMode):
                     s = s.masked_fill(~attn_mask, -torch.inf)
                 else:
                     s = s + attn_mask
-        # A key of zeros with values of zeros, and a bias of its own: a sink in disguise.
+        # A last key of zeros with a value of zeros adds a constant to the denominator, so it is a sink.
         if key.shape[-2] > 1 and not bool(key[..., -1, :].any()) and not bool(value[..., -1, :].any()):
             attention.sink = s[..., -1]
             attention.k, attention.v, s = key[..., :-1, :], value[..., :-1, :], s[..., :-1]
         attention.logits, attention.has_softmax = s, True
         return attention
 
-    def _done(self, attention: Attention) -> None:
+    def _done(self, attention: SeenAttention) -> None:
         attention.q, attention.k = four(attention.q), four(attention.k)
         if attention.v is not None:
             attention.v = four(attention.v)
@@ -279,7 +306,7 @@ class Trace(TorchFunctionMode):
 
     @contextmanager
     def scripted(self) -> Iterator[None]:
-        """Follow tensors through scripted functions too, whose own operators stay unseen."""
+        """Follow tensors through scripted functions too, without seeing the operators inside."""
         calls = [kind.__call__ for kind in SCRIPTED]
 
         def seen(call: Any) -> Any:
@@ -289,7 +316,7 @@ class Trace(TorchFunctionMode):
                 if _may_hide_attention(function, tensors):
                     self.opaque[self.path] = function.name
                 for score in filter(None, map(self._scores.get, map(id, tensors))):
-                    score.attention.has_softmax = True  # for all that is known
+                    score.attention.has_softmax = True  # the function may contain one
                 self._follow("", tensors, out)
                 return out
 
@@ -305,7 +332,7 @@ class Trace(TorchFunctionMode):
 
     @contextmanager
     def modules(self) -> Iterator[None]:
-        """Note which modules run."""
+        """Keep `_frames` up to date with the modules that are running."""
         handles = []
         for path, module in self.model.named_modules():
 
@@ -325,11 +352,14 @@ class Trace(TorchFunctionMode):
 
 
 class Stopped(BaseException):
-    """The run was ended on purpose: no error, and nothing that a model may catch."""
+    """Ends a run on purpose. It is a BaseException, so `except Exception` in a model lets it pass."""
 
 
 def opened(function: Any) -> Callable[..., Any]:
-    """The same function, which no longer asks whether somebody wants to handle it."""
+    """Return a copy of a torch function that skips the check for `__torch_function__`.
+
+    The copy runs its body under the mode, so the mode sees the functions that it calls.
+    """
     blind = dict.fromkeys(
         ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"),
         lambda *_: False,
@@ -342,7 +372,8 @@ def opened(function: Any) -> Callable[..., Any]:
 
 
 def _may_hide_attention(func: Any, tensors: list[Tensor]) -> bool:
-    """Whether this is an operator from outside torch, or scripted, that takes three activations."""
+    """Whether a function might compute attention inside: a higher-order operator, or an operator from
+    outside torch or a scripted function with three floating-point inputs of three axes or more."""
     if isinstance(func, HigherOrderOperator):
         return True
     if not isinstance(func, (OpOverload, OpOverloadPacket, *SCRIPTED)):
@@ -353,7 +384,11 @@ def _may_hide_attention(func: Any, tensors: list[Tensor]) -> bool:
 
 
 def four(x: Tensor) -> Tensor:
-    """As `[B, H, T, D]`: three axes are one head; of five, `[B, Hk, G, T, D]`, the heads are merged."""
+    """Return x as `[B, H, T, D]`.
+
+    Args:
+        x: `[B, T, D]` for one head, `[B, H, T, D]`, or `[B, Hk, G, T, D]`, whose heads are merged.
+    """
     if x.dim() == 4:
         return x
     if x.dim() == 3:
@@ -362,7 +397,7 @@ def four(x: Tensor) -> Tensor:
 
 
 def _operands(name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """q `[..., Tq, D]` and k `[..., Tk, D]` of a product that may be one of queries with keys."""
+    """Return q `[..., Tq, D]` and k `[..., Tk, D]` if a product may be q.k, and None otherwise."""
     if name == "einsum":
         return _einsum_operands(args, tensors)
     if len(tensors) < 2 or name == "baddbmm":
@@ -388,7 +423,7 @@ def _einsum_operands(args: tuple[Any, ...], tensors: list[Tensor]) -> tuple[Tens
     batch = [i for i in output if i in names[0] and i in names[1]]
     if len(columns) != 1:
         return None
-    # Groups of query heads on one key head are rows beside the token: the last row is the token.
+    # Query heads that share a key head are axes of q alone, like the token, which is the last of them.
     heads = rows[:-1]
     q = tensors[0].permute([names[0].index(i) for i in (*batch, *heads, rows[-1], summed[0])])
     k = tensors[1].permute([names[1].index(i) for i in (*batch, columns[0], summed[0])])
@@ -398,7 +433,7 @@ def _einsum_operands(args: tuple[Any, ...], tensors: list[Tensor]) -> tuple[Tens
     return q, k
 
 
-def _set_logits(attention: Attention, scores: Tensor) -> None:
+def _set_logits(attention: SeenAttention, scores: Tensor) -> None:
     Tq, Tk = attention.q.shape[-2], attention.k.shape[-2]
     scores = scores.detach()
     if scores.dim() < 3 or scores.shape[-2] != Tq or scores.shape[-1] < Tk:
@@ -411,8 +446,8 @@ def _set_logits(attention: Attention, scores: Tensor) -> None:
     attention.sink = logits[..., Tk:].logsumexp(-1) if others else None
 
 
-def _note_sink(attention: Attention, weights: Tensor) -> None:
-    """The weights of a row that sees a key sum to 1, unless a sink has the rest."""
+def _note_sink(attention: SeenAttention, weights: Tensor) -> None:
+    """Find a sink from the weights of each row, which sum to 1 without a sink, or to 0 without a key."""
     logits = attention.logits
     if logits is None or attention.sink is not None or weights.shape[-1] != logits.shape[-1]:
         return
@@ -422,8 +457,11 @@ def _note_sink(attention: Attention, weights: Tensor) -> None:
         attention.sink = logits.logsumexp(-1) + ((1 - seen).clamp(min=0) / seen).log()
 
 
-def _keys_come_last(attention: Attention, scores: Tensor) -> bool:
-    """Whether the columns that are no keys come first: which of both ends goes up and down with q.k."""
+def _keys_come_last(attention: SeenAttention, scores: Tensor) -> bool:
+    """Whether the keys are the last columns of the scores, behind those of a sink.
+
+    They are if the last Tk columns correlate with q.k more strongly than the first Tk do.
+    """
     Tk = attention.k.shape[-2]
     dots = four(attention.q.detach().double() @ attention.k.detach().double().mT)
 
@@ -436,7 +474,7 @@ def _keys_come_last(attention: Attention, scores: Tensor) -> bool:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Those in tuples, lists and mappings, in their order."""
+    """Yield the tensors in nested tuples, lists and mappings, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -448,18 +486,31 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def plainly() -> Iterator[set[str]]:
-    """Nothing compiled runs, and our own operator by its definition; yields which backends did not run.
+    """Run compiled modules as eager code, and `qknorm.attention` by its definition.
 
-    What is compiled, or a kernel, shows nothing. The price: a formula that is read back is that of the
-    plain code, so what really runs has to be compared with it, as one path with another.
+    A trace sees nothing inside compiled code and kernels. The formula is therefore that of the eager
+    code, and the audit compares it with the code that usually runs, as it compares any two paths.
+
+    Yields:
+        A set that receives the names of the backends that were replaced by the definition.
     """
-    dynamo = sys.modules.get("torch._dynamo")  # nothing is compiled where it was never imported
+    dynamo = sys.modules.get("torch._dynamo")  # without it, nothing has been compiled
     with dynamo.set_stance("force_eager") if dynamo else nullcontext(), by_definition() as replaced:
         yield replaced
 
 
 def run(trace: Trace, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a module, or what calls it, under a trace; None if the trace ended the run."""
+    """Run a module under a trace.
+
+    Args:
+        trace: the trace.
+        module: the module, or a function that calls it.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The result of the module; None if the trace ended the run.
+    """
     with plainly() as trace.replaced, trace.modules(), trace.scripted(), trace:
         try:
             return module(*args, **kwargs)

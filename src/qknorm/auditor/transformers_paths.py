@@ -1,4 +1,4 @@
-"""Hugging Face models: inputs to call them with, and the ways through them."""
+"""Make inputs for Hugging Face models, and list the paths on which they can be run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from qknorm.auditor.draws import drawn
 
 BATCH, TOKENS = 8, 24
-MOST_TOKENS = 160  # where a window asks for more than TOKENS
+MOST_TOKENS = 160  # the largest number of tokens that is used to exceed a window
 WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
 
 Call = Callable[..., Any]
@@ -24,13 +24,24 @@ def is_one(model: Any) -> bool:
 
 
 def windows_of(model: Any) -> list[int]:
-    """Windows and chunks of attention that the configuration names."""
+    """Return the widths of attention windows and chunks in the configuration of a model, in tokens."""
     values = [getattr(model.config.get_text_config(), name, None) for name in WINDOWS]
     return sorted({value for value in values if isinstance(value, int) and value > 0})
 
 
 def example_inputs(model: Any) -> dict[str, Any]:
-    """Random tokens, or pixels."""
+    """Make random inputs.
+
+    Args:
+        model: a model of transformers that takes tokens or pixels.
+
+    Returns:
+        `{"input_ids": int [BATCH, tokens]}`, with more tokens than a small window has, or
+        `{"pixel_values": [BATCH, channels, height, width]}`.
+
+    Raises:
+        ValueError: the model takes other inputs.
+    """
     config = model.config
     device = next(model.parameters()).device
     if model.main_input_name == "pixel_values":
@@ -41,7 +52,10 @@ def example_inputs(model: Any) -> dict[str, Any]:
         shape = (BATCH, getattr(vision, "num_channels", 3), *size)
         return {"pixel_values": drawn(shape, 0).to(device, model.dtype)}
     if model.main_input_name != "input_ids":
-        raise ValueError(f"{type(model).__name__} takes {model.main_input_name}: pass inputs")
+        raise ValueError(
+            f"{type(model).__name__} takes {model.main_input_name}, for which no example can be made: "
+            "pass inputs"
+        )
     text = config.get_text_config()
     high = min(text.vocab_size, 2**15)
     length = max([TOKENS, *(w + 8 for w in windows_of(model) if w + 8 <= MOST_TOKENS)])
@@ -53,20 +67,29 @@ def example_inputs(model: Any) -> dict[str, Any]:
 
 
 def options_of(model: Any) -> dict[str, Any]:
-    """What else the model is called with: a cache would grow from call to call."""
+    """Return further arguments of the model. They turn off the cache, which grows with each call."""
     takes_tokens = model.main_input_name == "input_ids"
     has_cache = takes_tokens and hasattr(model.config.get_text_config(), "use_cache")
     return {"use_cache": False} if has_cache else {}
 
 
 def low_token(vocabulary: int) -> int:
-    """The first ids are often padding and the like."""
+    """Return the lowest token id to draw. The first ids are often padding and other special tokens."""
     return min(10, vocabulary // 2)
 
 
 def paths_of(model: Any, call: Call, *, decodes: bool) -> dict[str, Call]:
-    """The implementation that is set, the other one of eager and SDPA, and decoding if tokens are given.
-    `call` is the model, or what wraps it."""
+    """List the paths of a model.
+
+    Args:
+        model: a model of transformers.
+        call: the model, or the wrapper around it.
+        decodes: whether the inputs are tokens, so that the model can decode.
+
+    Returns:
+        Functions that run the model by the name of the path: the attention implementation that is set,
+        then "eager" and "sdpa" where the model supports them, and "decode".
+    """
     current = model.config._attn_implementation
     paths = {current: call}
     for name in ("eager", "sdpa"):
@@ -89,11 +112,11 @@ def _with_implementation(model: Any, call: Call, name: str, current: str) -> Cal
 
 
 def _decode(model: Any, call: Call) -> Call:
-    # The argument and the output have a new name since transformers 5.2x.
+    # transformers 5.2x renamed the argument and the output.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     def decode(**inputs: Any) -> Tensor:
-        """A prefill of the first half, then one token at a time."""
+        """Prefill the first half of the tokens, and then decode one token at a time."""
         inputs = {k: v for k, v in inputs.items() if k != "use_cache"}
         tokens, padding = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
         inputs.pop("position_ids", None)

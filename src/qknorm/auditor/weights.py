@@ -1,7 +1,7 @@
-"""What a file of weights says by itself: which norms there are, over what, and what their gains are.
+"""Audit a file of weights without the model: which norms it has, their statistic, and their gains.
 
-Nothing runs, so nothing can be probed: names and shapes are all there is, and only what follows from
-them is said. Order against RoPE, eps, precision, masks and paths need the model.
+Only names, shapes and values can be checked, because nothing runs. The order of gain and RoPE, eps,
+precision, masks and paths need the model.
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ from qknorm.auditor.expected import parse
 from qknorm.auditor.findings import Finding, Report, checked_reasons, finding
 from qknorm.auditor.guard import TargetError, reading
 
-# Names under which released checkpoints keep projections and norms, after the layer's own prefix.
+# Names of projections and norms in released checkpoints, which follow the prefix of the layer.
 SIDES = {"q": "(?:q|query|wq|attn_q)", "k": "(?:k|key|wk|attn_k)"}
 LAYER = r"(?P<layer>.*?(?:layers|blocks|blk|h)\.(?P<number>\d+))\..*?\b"
-PROJECTION = LAYER + r"{side}(?:_proj|_linear)?\.weight$"
-NORM = LAYER + r"{side}_?(?:norm|layernorm|ln)\.weight$"
+PROJECTION = LAYER + r"{which}(?:_proj|_linear)?\.weight$"
+NORM = LAYER + r"{which}_?(?:norm|layernorm|ln)\.weight$"
 FUSED = LAYER + r"(?:qkv|qkv_proj|c_attn|Wqkv|query_key_value|attn_qkv|in_proj(?=_))[._]weight$"
 PART = r"(.*)-(\d{5})-of-(\d{5})(\.safetensors|\.gguf)"
 
 
 @dataclass
 class Layer:
-    """What was found of one layer: rows of its projections, and gains."""
+    """The tensors of one layer that matter here.
+
+    Attributes:
+        rows: the number of rows of the projection of "q" and of "k"; 0 for a fused one.
+        gains: the gain of "q" and of "k", fp32.
+    """
 
     rows: dict[str, int] = field(default_factory=dict)
     gains: dict[str, Tensor] = field(default_factory=dict)
@@ -45,9 +50,20 @@ def audit_weights(
     expect: Mapping[str, object] | None = None,
     suppress: Mapping[str, str] | None = None,
 ) -> Report:
-    """Audit a `.safetensors` or `.gguf` file, or all parts of a model; the rest as of `audit`.
+    """Audit a `.safetensors` or `.gguf` file, or all files of a model that was split into several.
 
-    Raises ValueError if it is none, holds no attention, or an extra is missing.
+    Args:
+        path: the file, one of the files, or their index.
+        expect: the expected formula, as for `audit`. It is checked for errors only, and each entry is
+            listed as not probed.
+        suppress: reasons by code for findings that are accepted.
+
+    Returns:
+        The report, which has no formulas.
+
+    Raises:
+        ValueError: the file cannot be read, has no tensor that is named like one of attention, needs an
+            extra that is not installed, or an expectation or a code is unknown.
     """
     reasons, expected = checked_reasons(suppress), parse(expect or {})
     files = files_of(path)
@@ -63,7 +79,7 @@ def audit_weights(
                     layers.setdefault(found[0]["layer"], Layer()).rows[found[1]] = shape[0]
     layers = {name: layer for name, layer in layers.items() if layer.rows or layer.gains}
     if not layers:
-        raise TargetError(f"{path} has no tensor that is called like a projection or norm of q or k")
+        raise TargetError(f"{path} has no tensor whose name is that of a projection or norm of q or k")
     findings = [one for name, layer in layers.items() for one in _of_layer(name, layer)]
     names = " and ".join(file.name for file in files)
     return Report(
@@ -78,23 +94,37 @@ def audit_weights(
 
 
 def _match(pattern: str, name: str) -> tuple[re.Match[str], str] | None:
-    """The match, and the side for which it is one."""
-    for side, word in SIDES.items():
-        if m := re.match(pattern.format(side=word), name):
-            return m, side
+    """Return the match of a pattern for q or for k, and "q" or "k"; None without a match."""
+    for which, word in SIDES.items():
+        if m := re.match(pattern.format(which=word), name):
+            return m, which
     return None
 
 
 def norm_of(name: str) -> tuple[str, str] | None:
-    """Layer and side of the norm whose gain is called so."""
+    """Recognise the name of a gain.
+
+    Args:
+        name: the name of a tensor.
+
+    Returns:
+        The number of its layer and "q" or "k"; None if it is not the gain of a norm of q or k.
+    """
     found = _match(NORM, name)
     return None if found is None else (found[0]["number"], found[1])
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file, or all files of a model of which it is a part or the index.
+    """Find all files of a model.
 
-    Raises ValueError if some are not there: what one part does not hold, another may.
+    Args:
+        path: the only file, one of the files, or their index.
+
+    Returns:
+        The files in order.
+
+    Raises:
+        TargetError: a file is missing, so it is unknown which tensors the model has.
     """
     names = [path.name]
     indices = [path] if path.name.endswith(".index.json") else list(path.parent.glob("*.index.json"))
@@ -108,48 +138,66 @@ def files_of(path: Path) -> list[Path]:
     absent = [name for name in names if not (path.parent / name).is_file()]
     if absent:
         others = f" and {len(absent) - 1} more" * (len(absent) > 1)
-        raise TargetError(f"{path} is a part of a model, not audited without {absent[0]}{others}")
+        raise TargetError(
+            f"{path} is one part of a model, which cannot be audited without {absent[0]}{others}"
+        )
     return [path.parent / name for name in names]
 
 
 def _of_layer(name: str, layer: Layer) -> Iterator[Finding]:
     if not layer.gains:
-        yield finding("QK001", name, "no norm of q or k in the file")
+        yield finding("QK001", name, "the file has no norm of q or k")
         return
-    # A layer that has no projection of k takes its keys from another.
+    # A layer without a projection of k uses the keys of another layer and needs no norm of k.
     missing = sorted({"q", "k"} - layer.gains.keys())
     if missing and missing[0] in layer.rows:
         yield finding(
-            "QK016", name, f"a norm of {'q' if missing == ['k'] else 'k'} and none of {missing[0]}"
+            "QK016", name, f"{'q' if missing == ['k'] else 'k'} has a norm and {missing[0]} has none"
         )
-    for side, gain in layer.gains.items():
+    for which, gain in layer.gains.items():
         low, high = float(gain.min()), float(gain.max())
-        if layer.rows.get(side) == gain.numel() and gain.dim() == 1 and _is_full(layer, side):
-            yield finding("QK004", name, f"the gain of {side} is as wide as the whole projection")
+        if layer.rows.get(which) == gain.numel() and gain.dim() == 1 and _is_full(layer, which):
+            yield finding("QK004", name, f"the gain of {which} is as wide as the whole projection")
         if low == high and (gain.numel() > 1 or low in (0.0, 1.0)):
-            yield finding("QK020", name, f"every gain of {side} is stored as {low:g}", value=low)
+            yield finding("QK020", name, f"every gain of {which} is stored as {low:g}", value=low)
         elif high < at.DECAYED and low >= 0:
-            text = f"gains of {side} are between {low:.2g} and {high:.2g}: stored as 1 + w, or decayed"
+            text = (
+                f"gains of {which} are between {low:.2g} and {high:.2g}: they decayed, or are w of 1 + w"
+            )
             yield finding("QK010", name, text, low=low, high=high)
 
 
-def _is_full(layer: Layer, side: str) -> bool:
-    """Whether more than one head shares the width: q and k have norms of other widths, or one head each
-    would be wider than any."""
-    own = layer.gains[side].shape[-1]
-    other = layer.gains.get("k" if side == "q" else "q")
-    return own > at.WIDEST or (other is not None and other.shape[-1] != own)
+def _is_full(layer: Layer, which: str) -> bool:
+    """Whether a gain covers several heads: it differs in width from that of the other of q and k, or it
+    is wider than any head in use."""
+    width = layer.gains[which].shape[-1]
+    other = layer.gains.get("k" if which == "q" else "q")
+    return width > at.WIDEST or (other is not None and other.shape[-1] != width)
 
 
 def tensors_of(
     path: Path, *, parts: int = 1
 ) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
-    """Name, shape and reader of each tensor of a file."""
+    """Read the tensors of a file one after the other.
+
+    Args:
+        path: a `.safetensors` or `.gguf` file.
+        parts: the number of files that are read for this model.
+
+    Yields:
+        The name, the shape, and a function that reads the values.
+
+    Raises:
+        TargetError: the file is of another kind, needs an extra that is not installed, or is one of more
+            parts than are read.
+    """
     if path.suffix == ".safetensors":
         try:
             from safetensors import safe_open
         except ImportError as error:
-            raise TargetError("safetensors files need: pip install 'qknorm[transformers]'") from error
+            raise TargetError(
+                "safetensors files need an extra: pip install 'qknorm[transformers]'"
+            ) from error
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dictionary
                 yield name, tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name)
@@ -161,7 +209,9 @@ def tensors_of(
         reader = gguf.GGUFReader(path)
         count = reader.fields.get("split.count")
         if count is not None and int(count.contents()) not in (0, parts):
-            raise TargetError(f"{path} is one of {count.contents()} parts, which its name does not tell")
+            raise TargetError(
+                f"{path} is one of {count.contents()} parts, but its name does not say which"
+            )
         for tensor in reader.tensors:
             shape = tuple(int(n) for n in reversed(tensor.shape))
             yield tensor.name, shape, partial(_dequantized, tensor)

@@ -1,4 +1,7 @@
-"""The command line, one file per verb. Exit codes: 0 fine, 1 a failed or stopped run, 2 bad input."""
+"""The command line, with one file for each command.
+
+Exit codes are 0 for success, 1 for a run that failed or was stopped, and 2 for bad input.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,16 @@ def _print_version(is_asked: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+        ),
     ] = False,
 ) -> None:
-    """QK-Norm attention: train twins with and without it, and see the two numbers that matter."""
+    """Train, watch and audit attention with QK-norm, and compare it with other variants."""
 
 
 def _verb(command: Callable[..., int]) -> None:
-    """Register a command; what it returns is the exit code."""
+    """Register a command, whose return value becomes the exit code."""
 
     @wraps(command)
     def exiting(**values: Any) -> None:
@@ -63,12 +68,13 @@ for verb in (
 
 
 def main() -> None:
-    """Run the command line; bad input ends in one sentence on stderr and exit code 2."""
+    """Run the command line. Bad input prints one sentence on stderr and gives the exit code 2."""
     try:
         with only_our_words():
             app()
     except BrokenPipeError:
-        # Whoever read what is printed is gone. At exit Python writes out what is left: to nowhere.
+        # The process that read the output has ended. Python flushes the rest at exit, to the null
+        # device.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
@@ -79,7 +85,7 @@ def main() -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """One line of an error."""
+    """Return the message of an error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)

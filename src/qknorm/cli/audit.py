@@ -31,43 +31,64 @@ def audit(
     target: Annotated[
         str,
         typer.Argument(
-            help="Folder of a Hugging Face checkpoint, .gguf file, package.module:factory, or "
-            ".safetensors file, of which only names, shapes and gains are seen."
+            help="The folder of a Hugging Face checkpoint, a .gguf file, package.module:factory, or a "
+            ".safetensors file. In a .safetensors file only names, shapes and gains are checked."
         ),
     ],
-    fail_on: Annotated[str, typer.Option(help="Lowest severity that makes exit code 1.")] = "warning",
+    fail_on: Annotated[
+        str,
+        typer.Option(
+            help="Give the exit code 1 for a finding of this severity or above: info, warning or error."
+        ),
+    ] = "warning",
     suppress: Annotated[
-        list[str] | None, typer.Option(help="CODE=REASON of a finding that is known; repeatable.")
+        list[str] | None,
+        typer.Option(help="Accept a finding, as in CODE=REASON. The option can be repeated."),
     ] = None,
     expect: Annotated[
         list[str] | None,
-        typer.Option(help="What is meant, as causal, window=32, norm=head, eps=1e-6; repeatable."),
+        typer.Option(
+            help="Report attention that differs from this, such as causal, window=32, norm=head or "
+            "eps=1e-6. The option can be repeated."
+        ),
     ] = None,
     trained: Annotated[
         bool | None,
         typer.Option(
             "--trained/--untrained",
-            help="Whether the weights come from training; seen from the weights of a file if not said.",
+            help="State whether the weights come from training. By default this is decided from the "
+            "weights of a checkpoint.",
         ),
     ] = None,
     weights: Annotated[
-        bool, typer.Option("--weights/--no-weights", help="Read the weights of a checkpoint.")
+        bool,
+        typer.Option(
+            "--weights/--no-weights", help="Read the weights of a checkpoint, or use random ones."
+        ),
     ] = True,
     weights_only: Annotated[
         bool,
-        typer.Option("--weights-only", help="Of a GGUF file: look at names and gains, run nothing."),
+        typer.Option(
+            "--weights-only",
+            help="Check only names, shapes and gains of a GGUF file, and do not run it.",
+        ),
     ] = False,
-    sarif: Annotated[Path | None, typer.Option(help="Also write SARIF to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write one offline HTML page.")] = None,
+    sarif: Annotated[
+        Path | None, typer.Option(help="Write the findings as SARIF to this file too.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the report as one offline HTML page to this file too.")
+    ] = None,
     time_limit: Annotated[
-        float, typer.Option(min=0, help="Seconds after which to give up, with exit code 2; 0: never.")
+        float,
+        typer.Option(min=0, help="End with the exit code 2 after this many seconds. 0 sets no limit."),
     ] = 1800.0,
     as_json: o.AsJson = False,
 ) -> int:
-    """Find the invisible mistakes of QK-norm in a model, by probing it.
+    """Find mistakes of QK-norm that raise no error, by running a model with chosen values.
 
-    Exit code 0 if nothing was found at --fail-on or above, 1 if something was, 2 if nothing could be
-    audited.
+    The exit code is 0 if nothing of the severity --fail-on or above was found, 1 if something was, and 2
+    if the model could not be audited.
     """
     if fail_on not in SEVERITIES:
         raise ValueError(f"fail-on must be {', '.join(SEVERITIES)}; got {fail_on!r}")
@@ -91,13 +112,15 @@ def audit(
         print_json({"target": target, "fail_on": fail_on, "passed": not found} | report.to_json())
     else:
         show(report, target, fail_on)
-    # After the answer, which a file that cannot be written must not cost.
+    # The files are written after the report is printed, so that it is not lost if writing fails.
     if sarif is not None:
         sarif.write_text(json.dumps(to_sarif(report, target, qknorm.__version__), indent=2) + "\n")
     if html is not None:
         html.write_text(to_html(report, target, fail_on), encoding="utf-8")
     if not found and not report.formulas and not is_file:
-        complain(f"no attention of {target} could be read back: {'; '.join(report.not_probed)}")
+        complain(
+            f"the formula of no attention in {target} could be read: {'; '.join(report.not_probed)}"
+        )
         return 2
     return int(bool(found))
 
@@ -110,7 +133,13 @@ def _declared(text: str) -> tuple[str, str]:
 
 
 def show(report: Report, target: str, fail_on: Severity) -> None:
-    """Print the verdict, then findings, formulas, and what was and was not probed."""
+    """Print the verdict, the findings, the formulas, what was probed and what was not.
+
+    Args:
+        report: the report.
+        target: the name of the target.
+        fail_on: the lowest severity of a finding that fails.
+    """
     style = "bold red" if report.at_least(fail_on) else "bold green"
     say(verdict(report, target, fail_on), style)
     for group in grouped(report.findings):
@@ -125,7 +154,7 @@ def show(report: Report, target: str, fail_on: Severity) -> None:
     for one, reason in report.suppressed:
         say(f"{one.code} suppressed: {reason}", "dim")
     if report.formulas:
-        # A column for each kind of layer, of which there are few, fits any terminal.
+        # There are few kinds of layers, so with one column for each the table fits any terminal.
         kinds = layer_kinds(report)
         table = Table(box=None, pad_edge=False, show_header=False)
         table.add_column(style="dim")

@@ -1,4 +1,4 @@
-"""An audit as one offline HTML page."""
+"""Write the report of an audit as an offline HTML page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from qknorm.lab.page import render
 
 
 def to_html(report: Report, target: str, fail_on: Severity) -> str:
-    """Return the page. Raises ValueError without the `report` extra."""
+    """Render the page.
+
+    Args:
+        report: the report.
+        target: the name of the target.
+        fail_on: the lowest severity of a finding that fails.
+
+    Returns:
+        The page.
+
+    Raises:
+        ValueError: the `report` extra is not installed.
+    """
     return render(
         "qknorm.cli",
         "audit.html",

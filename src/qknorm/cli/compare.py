@@ -21,26 +21,32 @@ from qknorm.lab.runs import load_runs
 from qknorm.lab.trainer import TrainConfig
 from qknorm.monitor.to.jsonl import Item
 
-_ARMS_HELP = "Variant; repeat the option. " + " ".join(
+_ARMS_HELP = "Train this variant of attention. The option can be repeated. " + " ".join(
     escape(f"{name}: {arm.help}.") for name, arm in ARMS.items()
 )
 
 
 @o.with_run_options
 def compare(
-    folder: Annotated[Path, typer.Argument(help="Folder of the comparison.")],
+    folder: Annotated[Path, typer.Argument(help="The folder of the comparison.")],
     arm: Annotated[list[str], typer.Option(help=_ARMS_HELP)] = ["none", "qk"],  # noqa: B006
-    lr: Annotated[list[float], typer.Option(help="Peak learning rate; repeat.")] = [3e-2],  # noqa: B006
-    seed: Annotated[list[int], typer.Option(help="Repeat for several.")] = [0],  # noqa: B006
+    lr: Annotated[
+        list[float], typer.Option(help="Train with this peak learning rate. The option can be repeated.")
+    ] = [3e-2],  # noqa: B006
+    seed: Annotated[
+        list[int],
+        typer.Option(help="Train with this seed of weights and batches. The option can be repeated."),
+    ] = [0],  # noqa: B006
     overwrite: o.Overwrite = False,
     as_json: o.AsJson = False,
     *,
     base: TrainConfig,
 ) -> int:
-    """Train twins that differ only in their attention, and say what happened.
+    """Train models that differ only in their attention, and compare the results.
 
-    Writes a folder per run, `summary.json`, and with the extra `qknorm[report]` the page `report.html`.
-    Exit code 0 when all runs ended (a diverged one is a result), 1 if stopped, 2 for bad input.
+    The command writes a folder for each run, `summary.json`, and the page `report.html` if the extra
+    "report" of qknorm is installed. The exit code is 0 if all runs ended, even if some diverged, 1 if
+    the command was stopped, and 2 for bad input.
     """
     config = CompareConfig(base=base, arms=tuple(arm), lrs=tuple(lr), seeds=tuple(seed))
     names = [name for name, _ in config.runs()]
@@ -55,7 +61,7 @@ def compare(
 
         summary = compare_runs(config, folder, overwrite=overwrite, on_item=show)
     if summary is None:
-        say("stopped; the runs so far are in the folder, without a summary", to=err)
+        say("stopped; the folder holds the runs so far, without a summary", to=err)
         if as_json:
             print_json({"stopped": True})
         return 1
@@ -64,7 +70,7 @@ def compare(
     if missing is None:
         try:
             report = write_report(load_runs([folder / name for name in names]), folder / REPORT_FILE)
-        except (ValueError, OSError) as error:  # which must not cost the results
+        except (ValueError, OSError) as error:  # raised after the results are printed
             failure = error
     if as_json:
         page = None if report is None else str(report)

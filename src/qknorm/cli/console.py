@@ -1,4 +1,4 @@
-"""Where words, tables and progress go."""
+"""Print sentences, tables, JSON and progress."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from qknorm.monitor.to.jsonl import Item
 
 
 class _Console(Console):
-    """A console for names that others chose: what does not print in them is spelled out.
+    """A console that spells out characters that do not print, since names may come from others.
 
-    What a closed pipe means is left to the caller, where rich would end the process.
+    A closed pipe raises BrokenPipeError, whereas rich would end the process.
     """
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render as rich does. Its own escapes are control segments, or styles that it adds later."""
+        """Render and spell out. Escapes of rich are control segments or are added later as styles."""
         for segment in super().render(renderable, options):
             if not segment.control:
                 lines = map(printable, segment.text.split("\n"))
@@ -46,28 +46,34 @@ class _Console(Console):
             yield segment
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError, and print nothing from here on."""
+        """Raise BrokenPipeError, and print nothing after that."""
         self.quiet = True
         raise BrokenPipeError
 
 
-# Names and paths may hold brackets and colons, which mean nothing: no markup and no emoji.
+# Markup and emoji are off, because names and paths may hold brackets and colons.
 out = _Console(highlight=False, markup=False, emoji=False)
 err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def say(sentence: str, style: str = "", *, to: Console = out) -> None:
-    """Print one line, however long it is and whatever the names in it hold."""
+    """Print a sentence in one line, without wrapping it.
+
+    Args:
+        sentence: the sentence.
+        style: a style of rich.
+        to: the console.
+    """
     to.print(Text(printable(sentence), style=style), soft_wrap=True)
 
 
 def complain(sentence: str) -> None:
-    """Print one sentence on stderr."""
+    """Print a sentence about an error on stderr."""
     err.print(Text.assemble(("error: ", "bold red"), printable(sentence)), soft_wrap=True)
 
 
 class _Warnings(logging.Handler):
-    """Prints the warnings of this project, such as a damaged line of a log."""
+    """Prints warnings that qknorm logs, such as one about a damaged line of a log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(f"{record.levelname.lower()}: {record.getMessage()}", "yellow", to=err)
@@ -75,9 +81,9 @@ class _Warnings(logging.Handler):
 
 @contextmanager
 def only_our_words() -> Iterator[None]:
-    """Print what this project warns of, and none of the warnings that its libraries give to programmers.
+    """Print the warnings that qknorm logs, and hide Python warnings, which are meant for programmers.
 
-    `python -W default -m qknorm` shows those too.
+    `python -W default -m qknorm` shows the Python warnings too.
     """
     logger, handler = logging.getLogger("qknorm"), _Warnings(logging.WARNING)
     logger.addHandler(handler)
@@ -91,12 +97,12 @@ def only_our_words() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """Strict JSON on stdout."""
+    """Print a value as strict JSON on stdout."""
     print(json.dumps(plain(value), indent=2, allow_nan=False))
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for people: 3 decimals, or fewer when it is large."""
+    """Format a number for reading: with `digits` decimals, or fewer if it is large; "-" for None."""
     if value is None:
         return "-"
     if abs(value) >= 1000:
@@ -105,7 +111,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 class _Reading(ProgressColumn):
-    """The latest numbers of a run."""
+    """A column with the newest numbers of a run."""
 
     def render(self, task: Task) -> Text:
         return Text(_reading(task.fields))
@@ -119,9 +125,12 @@ def _reading(fields: dict[str, Any]) -> str:
 
 
 class RunProgress:
-    """A live line per run: step, loss, max logit, lowest layer entropy, tokens/s, time left.
+    """A live line for each run with its step, loss, max logit, entropy, tokens per second and time left.
 
-    On something that is not a terminal, prints a plain line every tenth of a run instead.
+    If stderr is not a terminal, a line is printed after each tenth of a run instead.
+
+    Args:
+        quiet: whether to print nothing.
     """
 
     def __init__(self, *, quiet: bool) -> None:
@@ -146,7 +155,14 @@ class RunProgress:
         self._progress.stop()
 
     def update(self, index: int, title: str, steps: int, item: Item) -> None:
-        """Show what run number `index` has logged."""
+        """Show an item that a run has logged.
+
+        Args:
+            index: number of the run.
+            title: title of the run.
+            steps: number of steps of the run.
+            item: the item.
+        """
         if index not in self._tasks:
             self._tasks[index] = self._progress.add_task(title, total=steps)
             self._fields[index] = {}
@@ -166,7 +182,7 @@ class RunProgress:
             say(f"{title}  step {step}/{steps}  {_reading(fields)}", to=err)
 
     def _say(self, title: str, alert: Alert) -> None:
-        """Alarms above the progress; the rest is in the log."""
+        """Print an alarm above the progress. Other alerts are only in the log."""
         if alert.severity == "alarm" and (self._plain or not self._progress.disable):
             what = f"{title}  alarm {alert.code} at step {alert.step}: {alert.message}."
             what += f" {alert.advice}" if alert.is_first else ""

@@ -19,7 +19,7 @@ _DTYPES = {
 
 
 def env(as_json: o.AsJson = False) -> int:
-    """Print versions, the machine, and which backend serves which case here."""
+    """Print the versions, the machine, and which backend serves which device and dtype on it."""
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     served = [
         _row(f"{device} {name}", Case(device=device, dtype=dtype, head_dim=64, value_dim=64))
@@ -34,7 +34,7 @@ def env(as_json: o.AsJson = False) -> int:
     for name, value in describe().items():
         table.add_row(name, "-" if value is None else str(value))
     out.print(table)
-    out.print("\nWho serves heads of 64 entries, with every mask, sink and statistic:\n")
+    out.print("\nBackends that serve heads of width 64, with every mask, sink and statistic:\n")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("", *(row["case"] for row in served)):
         table.add_column(title)

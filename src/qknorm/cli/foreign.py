@@ -1,4 +1,4 @@
-"""Running code that others wrote: what it prints, asks, raises, and how long it takes."""
+"""Run the code of a target with redirected output, without input, and within a time limit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from qknorm.lab.printable import printable
 
 @contextmanager
 def foreign(what: str, *, time_limit_s: float) -> Iterator[None]:
-    """Keep code of others from standard input and output, and end the process where it hangs.
+    """Run the block without access to standard input and output, and within a time limit.
 
-    What it prints goes to standard error, and a question is answered by the end of the input. After the
-    time limit the process ends with one sentence and exit code 2; 0 is no limit. Whatever is raised
-    becomes a TargetError, but for an OSError, a ValueError and the user's Ctrl-C.
+    Output of the block goes to standard error, and its input is empty. After the time limit the process
+    ends with one sentence and the exit code 2.
+
+    Args:
+        what: the name of the target, for messages.
+        time_limit_s: the time limit in seconds; 0 for no limit.
+
+    Raises:
+        TargetError: the block raised an error other than an OSError, a ValueError or a
+            KeyboardInterrupt, which are raised as they are.
     """
     seconds = min(time_limit_s, threading.TIMEOUT_MAX)
     watchdog = threading.Timer(seconds, _give_up, (what, time_limit_s))
@@ -30,14 +37,14 @@ def foreign(what: str, *, time_limit_s: float) -> Iterator[None]:
             yield
     except (KeyboardInterrupt, OSError, ValueError):
         raise
-    except BaseException as error:  # also SystemExit: a model that calls sys.exit(0) is no success
+    except BaseException as error:  # also SystemExit, since a model may call sys.exit(0)
         raise TargetError(f"{what} cannot be audited: {in_one_line(error)}") from error
     finally:
         watchdog.cancel()
 
 
 def _give_up(what: str, time_limit_s: float) -> None:
-    """End the process at once, since code that hangs cannot be asked to end."""
+    """End the process at once, since code that hangs cannot be interrupted in another way."""
     sentence = f"{what} was not audited within {time_limit_s:g} s: give a larger --time-limit"
     os.write(2, f"error: {printable(sentence)}\n".encode())
     os._exit(2)
@@ -45,7 +52,7 @@ def _give_up(what: str, time_limit_s: float) -> None:
 
 @contextmanager
 def _without_standard_streams() -> Iterator[None]:
-    """Connect input to nothing and output to standard error, for Python, C code and child processes."""
+    """Empty standard input and redirect standard output to standard error, also for child processes."""
     sys.stdout.flush()
     kept = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)

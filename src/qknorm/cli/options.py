@@ -1,4 +1,4 @@
-"""Options that `train` and `compare` share: a table, and a decorator that adds them to a command."""
+"""The options that `train` and `compare` share: their table, and a decorator that adds them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from qknorm.lab import data
 from qknorm.lab.model import ModelConfig
 from qknorm.lab.trainer import TrainConfig
 
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Delete a run or comparison that the folder holds.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shared:
-    """One shared option; its default is that of the field it sets, unless given.
+    """A shared option, which sets a field of a configuration.
 
     Attributes:
-        owner: the configuration it belongs to.
-        name: of the field.
-        kind: type on the command line.
-        help: one line.
-        flag: spelling, if not that of the field.
-        default: where the command line has its own.
+        owner: the class of the configuration.
+        name: the name of the field.
+        kind: the type on the command line.
+        help: a sentence for the help.
+        flag: the spelling on the command line; None for that of the field.
+        default: the default on the command line; None for that of the field.
     """
 
     owner: type
@@ -40,7 +42,7 @@ class _Shared:
     default: Any = None
 
     def parameter(self) -> inspect.Parameter:
-        """The option as a parameter that typer reads."""
+        """Return the option as a parameter of a function, which typer reads."""
         default = next(f.default for f in fields(self.owner) if f.name == self.name)
         option = typer.Option(
             self.flag or "--" + self.name.replace("_", "-"),
@@ -57,60 +59,136 @@ class _Shared:
 
 _M, _D, _T = ModelConfig, data.DataConfig, TrainConfig
 _SHARED = [
-    _Shared(owner=_M, name="layers", kind=int, help="Layers."),
-    _Shared(owner=_M, name="dim", kind=int, help="Model width."),
-    _Shared(owner=_M, name="heads", kind=int, help="Query heads."),
-    _Shared(owner=_M, name="kv_heads", kind=int | None, help="Key heads, a divisor of --heads."),
-    _Shared(owner=_M, name="head_dim", kind=int | None, help="Head width; --dim / --heads."),
-    _Shared(owner=_M, name="rotary_share", kind=float, help="Share of a head that RoPE turns."),
-    _Shared(owner=_M, name="window", kind=int | None, help="Keys a query sees, itself included."),
-    _Shared(owner=_M, name="backend", kind=str, help="Of the operator; see `qknorm env`."),
-    _Shared(owner=_M, name="vocab_size", kind=int | None, help="0: as the data implies.", default=0),
+    _Shared(owner=_M, name="layers", kind=int, help="Set the number of layers."),
+    _Shared(owner=_M, name="dim", kind=int, help="Set the width of the model."),
+    _Shared(owner=_M, name="heads", kind=int, help="Set the number of query heads."),
+    _Shared(
+        owner=_M,
+        name="kv_heads",
+        kind=int | None,
+        help="Set the number of key heads, a divisor of --heads.",
+    ),
+    _Shared(
+        owner=_M,
+        name="head_dim",
+        kind=int | None,
+        help="Set the width of a head. The default is --dim / --heads.",
+    ),
+    _Shared(
+        owner=_M, name="rotary_share", kind=float, help="Set the share of a head that RoPE rotates."
+    ),
+    _Shared(
+        owner=_M,
+        name="window",
+        kind=int | None,
+        help="Let a query see only this many keys, its own included.",
+    ),
+    _Shared(
+        owner=_M,
+        name="backend",
+        kind=str,
+        help="Choose the backend of the operator. `qknorm env` lists them.",
+    ),
+    _Shared(
+        owner=_M,
+        name="vocab_size",
+        kind=int | None,
+        help="Set the size of the vocabulary. 0 takes that of the data.",
+        default=0,
+    ),
     _Shared(
         owner=_D,
         name="source",
         kind=str,
-        help='"stdlib", a .txt, .jsonl or .bin file, or a folder of .txt files.',
+        help='Read this source: "stdlib", a .txt, .jsonl or .bin file, or a folder of .txt files.',
         flag="--data",
     ),
-    _Shared(owner=_D, name="tokenizer", kind=Path | None, help="A tokenizer.json; bytes without."),
-    _Shared(owner=_D, name="token_dtype", kind=str, help="Of a .bin file: uint8, uint16, int32."),
-    _Shared(owner=_T, name="steps", kind=int, help="Optimizer steps."),
-    _Shared(owner=_T, name="batch", kind=int, help="Sequences a step."),
-    _Shared(owner=_T, name="context", kind=int, help="Tokens a sequence."),
-    _Shared(owner=_T, name="schedule", kind=str, help="cosine, constant or ramp, after the warm-up."),
-    _Shared(owner=_T, name="warmup", kind=int, help="Steps of linear warm-up."),
-    _Shared(owner=_T, name="weight_decay", kind=float, help="Independent of the rate."),
-    _Shared(owner=_T, name="clip", kind=float, help="Largest gradient norm; 0 for no clipping."),
-    _Shared(owner=_T, name="z_loss", kind=float, help="Weight of the squared log denominator."),
-    _Shared(owner=_T, name="dtype", kind=str, help="float32, or bfloat16 for autocast."),
+    _Shared(
+        owner=_D,
+        name="tokenizer",
+        kind=Path | None,
+        help="Use this tokenizer.json. Without it each byte is a token.",
+    ),
+    _Shared(
+        owner=_D,
+        name="token_dtype",
+        kind=str,
+        help="Set the dtype of a .bin file: uint8, uint16 or int32.",
+    ),
+    _Shared(owner=_T, name="steps", kind=int, help="Set the number of optimizer steps."),
+    _Shared(owner=_T, name="batch", kind=int, help="Set the number of sequences in a step."),
+    _Shared(owner=_T, name="context", kind=int, help="Set the number of tokens in a sequence."),
+    _Shared(
+        owner=_T,
+        name="schedule",
+        kind=str,
+        help="Choose the learning rate after the warm-up: cosine, constant or ramp.",
+    ),
+    _Shared(owner=_T, name="warmup", kind=int, help="Set the number of steps of linear warm-up."),
+    _Shared(
+        owner=_T,
+        name="weight_decay",
+        kind=float,
+        help="Set the weight decay, which does not depend on the peak learning rate.",
+    ),
+    _Shared(
+        owner=_T,
+        name="clip",
+        kind=float,
+        help="Clip the gradient norm to this value. 0 turns clipping off.",
+    ),
+    _Shared(
+        owner=_T,
+        name="z_loss",
+        kind=float,
+        help="Add the mean squared log of the softmax denominator to the loss, with this weight.",
+    ),
+    _Shared(owner=_T, name="dtype", kind=str, help="Choose float32, or bfloat16 for autocast."),
     _Shared(owner=_T, name="compile", kind=bool, help="Use torch.compile.", flag="--compile"),
-    _Shared(owner=_T, name="stats_every", kind=int, help="Steps between attention statistics."),
+    _Shared(
+        owner=_T,
+        name="stats_every",
+        kind=int,
+        help="Set the number of steps between observations of the attention. 0 turns them off.",
+    ),
     _Shared(
         owner=_T,
         name="checkpoint_every",
         kind=int,
-        help="Steps between checkpoints; 0: only at the end.",
+        help="Set the number of steps between checkpoints. 0 writes one at the end only.",
     ),
-    _Shared(owner=_T, name="tensorboard", kind=bool, help="Also write its files.", flag="--tensorboard"),
+    _Shared(
+        owner=_T,
+        name="tensorboard",
+        kind=bool,
+        help="Write event files for TensorBoard too.",
+        flag="--tensorboard",
+    ),
 ]
 
 
 def given(context: typer.Context) -> set[str]:
-    """Return the names of the options that stand on the command line and are not left at a default."""
+    """Return the names of the options that were given on the command line."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
 def flag(name: str) -> str:
-    """Return an option as it is spelled on the command line."""
+    """Return the spelling of an option on the command line."""
     spelled = {option.name: option.flag for option in _SHARED}
     return spelled.get(name) or "--" + name.replace("_", "-")
 
 
 def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the shared options to a command, which receives the run that they mean as `base`."""
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "base"]
+    """Add the shared options to a command.
+
+    Args:
+        command: a function that receives the configuration from the shared options as `base`.
+
+    Returns:
+        The function with the shared options in the place of `base`.
+    """
+    signature = inspect.signature(command, eval_str=True)
     shared = [option.parameter() for option in _SHARED]
 
     @wraps(command)
@@ -118,14 +196,15 @@ def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
         base = _run_config({p.name: values.pop(p.name) for p in shared})
         return command(**values, base=base)
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
+    others = [p for p in signature.parameters.values() if p.name != "base"]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in others] + shared
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {p.name: p.annotation for p in parameters}
     return with_options
 
 
 def _run_config(values: dict[str, Any]) -> TrainConfig:
-    """The run that the shared options describe, without its arm, rate and seed."""
+    """Return the configuration that the shared options describe, with default arm, rate and seed."""
     if values["tokenizer"] is not None:
         values["tokenizer"] = str(values["tokenizer"])
     values["clip"] = values["clip"] or None
@@ -136,6 +215,6 @@ def _run_config(values: dict[str, Any]) -> TrainConfig:
     implied = data.vocabulary(source)
     if not parts[_M]["vocab_size"]:
         if implied is None:
-            raise ValueError("a .bin file does not say its vocabulary: give --vocab-size")
+            raise ValueError("a .bin file does not state the size of its vocabulary: give --vocab-size")
         parts[_M]["vocab_size"] = implied
     return TrainConfig(model=ModelConfig(**parts[_M]), data=source, **parts[_T])

@@ -15,20 +15,22 @@ from qknorm.lab.sample import generate, load_model
 
 
 def sample(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run with a checkpoint.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
-    tokens: Annotated[int, typer.Option(help="How many to add.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    folder: Annotated[Path, typer.Argument(help="The folder of a run with a checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="Continue this text.")] = "def ",
+    tokens: Annotated[int, typer.Option(help="Add this many tokens.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="Divide the logits by this temperature. 0 takes the likeliest token.")
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(help="Set the seed with which tokens are drawn.")] = 0,
     as_json: o.AsJson = False,
 ) -> int:
-    """Continue a text with a trained model, through the KV cache."""
+    """Continue a text with a trained model and a KV cache."""
     model, codec = load_model(folder)
     text = generate(model, codec, prompt, tokens=tokens, temperature=temperature, seed=seed)
     if as_json:
         print_json({"prompt": prompt, "text": text})
     else:
-        # A terminal obeys the escapes that a model may emit; a pipe gets the text as it is.
+        # A terminal would obey escapes that the model generates. A pipe gets the unchanged text.
         lines = text.expandtabs().split("\n")
         print("\n".join(map(printable, lines)) if sys.stdout.isatty() else text)
     return 0

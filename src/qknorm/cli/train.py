@@ -18,14 +18,17 @@ from qknorm.lab.trainer import train as train_run
 @o.with_run_options
 def train(
     call: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="Folder of the run.")],
-    arm: Annotated[str, typer.Option(help="Variant of attention; see `qknorm compare --help`.")] = "qk",
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
-    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    folder: Annotated[Path, typer.Argument(help="The folder of the run.")],
+    arm: Annotated[
+        str, typer.Option(help="Choose the variant of attention. `qknorm compare --help` lists them.")
+    ] = "qk",
+    lr: Annotated[float, typer.Option(help="Set the peak learning rate.")] = 3e-3,
+    seed: Annotated[int, typer.Option(help="Set the seed of weights and batches.")] = 0,
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Continue from the folder's checkpoint, bit for bit, with its settings."
+            "--resume",
+            help="Continue from the checkpoint in the folder, with the settings saved in it.",
         ),
     ] = False,
     overwrite: o.Overwrite = False,
@@ -33,11 +36,11 @@ def train(
     *,
     base: TrainConfig,
 ) -> int:
-    """Train one small language model, and log max logit and entropy of every head.
+    """Train a small language model, and log the max logit and the entropy of every head.
 
-    SIGINT, SIGTERM, SIGHUP or a closed pipe ends the run after the current step with a checkpoint;
-    --resume continues it. A checkpoint is also written every --checkpoint-every steps. Exit code 0 when
-    finished, 1 if it diverged, did not learn or was stopped, 2 for bad input.
+    SIGINT, SIGTERM, SIGHUP or a closed pipe stops the run after the current step and writes a
+    checkpoint, from which --resume continues bit for bit. The exit code is 0 if the run finished or
+    saturated, 1 if it diverged, did not learn or was stopped, and 2 for bad input.
     """
     chosen = get_arm(arm)
     config = replace(
@@ -71,22 +74,28 @@ def train(
     return int(final["verdict"] in ("diverged", "did not learn"))
 
 
-def _resumed(folder: Path, asked: TrainConfig, given: set[str]) -> TrainConfig:
-    """Return the saved configuration of a run, with what may change between sessions as it was given.
+def _resumed(folder: Path, config: TrainConfig, given: set[str]) -> TrainConfig:
+    """Return the saved configuration of a run, with the new values of settings that may change.
 
-    Raises ValueError, by its name, for a setting that was given and differs from the saved one.
+    Args:
+        folder: the folder of the run.
+        config: the configuration from the command line.
+        given: the names of the options on the command line.
+
+    Raises:
+        ValueError: an option differs from the saved setting, which may not change.
     """
     saved = saved_config(folder)
     changed = {}
     for name in sorted(given):
-        for part, other in ((asked, saved), (asked.model, saved.model), (asked.data, saved.data)):
+        for part, other in ((config, saved), (config.model, saved.model), (config.data, saved.data)):
             if not hasattr(part, name) or getattr(part, name) == getattr(other, name):
                 continue
             if name not in FREE:
                 new, old = getattr(part, name), getattr(other, name)
                 raise ValueError(
-                    f"{o.flag(name)} is {new}, and {old} in the run of {folder}: leave it out to "
-                    "resume, or start in a new folder"
+                    f"{o.flag(name)} is {new}, but the run in {folder} has {old}: leave the option out "
+                    "to resume, or start in a new folder"
                 )
             changed[name] = getattr(part, name)
     return replace(saved, **changed)

@@ -1,4 +1,4 @@
-"""The variants that `qknorm compare` trains side by side."""
+"""The arms: the variants of attention that `qknorm compare` trains and compares."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from qknorm.spec import NormDialect
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One variant of attention.
+    """A variant of attention.
 
     Attributes:
-        help: one line for tables.
-        norm, sink, cap: see `ModelConfig`.
-        gain_decay: independent weight decay of gains stored as 1 + w.
+        help: a short description for the help of the command line.
+        norm: the dialect of QK-norm; None without a norm.
+        sink: the kind of sink.
+        cap: the soft-cap or clamp of the logits; None without one.
+        gain_decay: weight decay of gains that are stored as 1 + w, see `TrainConfig`.
     """
 
     help: str
@@ -27,7 +29,7 @@ class Arm:
     gain_decay: float = 0.0
 
     def apply(self, model: ModelConfig) -> ModelConfig:
-        """The same model with this variant of attention."""
+        """Return the configuration of a model with its attention replaced by this variant."""
         return replace(model, norm=self.norm, sink=self.sink, cap=self.cap)
 
 
@@ -61,7 +63,11 @@ ARMS: dict[str, Arm] = {
 
 
 def get_arm(name: str) -> Arm:
-    """The arm of a name. Raises ValueError that lists them."""
+    """Return the arm of a name.
+
+    Raises:
+        ValueError: there is no such arm. The message lists all arms.
+    """
     if name not in ARMS:
         raise ValueError(f"unknown arm {name!r}: choose from {', '.join(ARMS)}")
     return ARMS[name]

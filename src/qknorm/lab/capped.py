@@ -1,6 +1,8 @@
-"""Attention whose logits are soft-capped or clamped: the older remedies that QK-norm is compared with.
+"""Attention whose logits are soft-capped or clamped, to compare QK-norm with.
 
-Dense, through the reference: for short contexts of the lab only.
+It computes all T x T logits with the reference backend, so it suits only the short contexts of the lab.
+
+Shapes: B batch, T tokens, Hq / Hk query / key heads, D head width.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ class Cap:
     """A limit on the logits.
 
     Attributes:
-        kind: "soft": limit * tanh(logit / limit) (Gemma 2); "clamp": a hard clamp, whose gradient
-            beyond the limit is zero.
-        limit: > 0.
+        kind: "soft" for `limit * tanh(logit / limit)`, as in Gemma 2, or "clamp" for a hard clamp, whose
+            gradient is zero beyond the limit.
+        limit: the largest |logit|, positive.
+
+    Raises:
+        ValueError: the kind is unknown, or the limit is not positive.
     """
 
     kind: Literal["soft", "clamp"]
@@ -34,18 +39,27 @@ class Cap:
     def __post_init__(self) -> None:
         if self.kind not in ("soft", "clamp") or not self.limit > 0:
             raise ValueError(
-                f"a cap is soft or clamp with a positive limit; got {self.kind!r}, {self.limit}"
+                f"a cap needs the kind soft or clamp and a positive limit; got {self.kind!r}, "
+                f"{self.limit}"
             )
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The capped logits."""
+        """Return the capped logits, of the same shape and dtype."""
         if self.kind == "soft":
             return self.limit * torch.tanh(logits / self.limit)
         return logits.clamp(-self.limit, self.limit)
 
 
 class CappedAttention(Attention):
-    """`Attention` without a sink whose logits pass through a cap. Statistics are of capped logits."""
+    """An `Attention` layer without a sink whose logits are capped. The statistics are of capped logits.
+
+    Args:
+        config: sizes and options of the layer.
+        cap: the limit on the logits.
+
+    Raises:
+        ValueError: the configuration has a sink.
+    """
 
     def __init__(self, config: AttentionConfig, cap: Cap) -> None:
         if config.sink != "none":
@@ -54,7 +68,13 @@ class CappedAttention(Attention):
         self.cap = cap
 
     def logit_bound(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The cap, or the bound of the norm if that is lower; arguments as those of the base class."""
+        """Return the bound on the logits of each head, fp32 `[Hq]`.
+
+        The arguments are those of `Attention.logit_bound`.
+
+        Returns:
+            The limit of the cap, or the bound of the norm where it is lower.
+        """
         limit = torch.full(
             (self.config.num_heads,), self.cap.limit, dtype=torch.float32, device=self.qkv.weight.device
         )
@@ -72,9 +92,22 @@ class CappedAttention(Attention):
         cache: KVCache | None,
         stats: StatsRequest,
     ) -> tuple[Tensor, Stats | None]:
-        """Norm, RoPE and dense attention with capped logits."""
+        """Apply norm, RoPE and attention with capped logits, see `Attention.attend`.
+
+        Args:
+            q: `[B, Hq, T, D]` before the norm.
+            k: `[B, Hk, T, D]` before the norm.
+            v: `[B, Hk, T, D]`.
+            rope: rotary table; None for no RoPE.
+            mask: the mask.
+            cache: a cache that receives the new keys and values; None for none.
+            stats: the statistics to return.
+
+        Returns:
+            The output `[B, Hq, T, D]`, and the statistics or None.
+        """
         q_hat, k_hat = self.norm_rope(q, k, rope)
-        # What is refused must not have reached the cache.
+        # A call that is refused must not have written to the cache, so it is checked first.
         check_request(stats)
         checks.check_mask(mask, q, k.shape[2] + (0 if cache is None else cache.length))
         if cache is None:

@@ -1,4 +1,4 @@
-"""Checkpoints: tensors and plain values in one file, whole or absent."""
+"""Read and write checkpoints. A failed write leaves the previous file as it was."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ FORMAT = "qknorm.lab checkpoint 1"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or read. The message says what to do."""
+    """A checkpoint cannot be written or read. The message says what to do."""
 
 
 class NotFiniteError(CheckpointError):
-    """A tensor that is NaN or infinite, from which no run could go on."""
+    """A tensor of the state is NaN or infinite, so that the run could not be continued from it."""
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint of finite tensors. If it fails, the old file survives untouched.
+    """Write a checkpoint. If that fails, the previous file stays as it was.
+
+    Args:
+        state: tensors and plain values, in dictionaries and lists.
+        path: the file.
 
     Raises:
         NotFiniteError: a tensor is not finite.
-        CheckpointError: the disk is full or not writable.
+        CheckpointError: the disk is full or cannot be written.
     """
     check_finite(state)
     try:
         replace_file(path, lambda file: torch.save(state | {"format": FORMAT}, file))
-    # torch reports a failed write of its archive as RuntimeError.
+    # torch raises a RuntimeError if it cannot write its archive.
     except (OSError, RuntimeError) as error:
         if path.exists():
             rest = "; the previous checkpoint is untouched: free some space and resume from it"
@@ -44,14 +48,14 @@ def save(state: dict[str, Any], path: Path) -> None:
 
 
 def check_finite(state: dict[str, Any]) -> None:
-    """Raises NotFiniteError, which names the first tensor of a state that is not finite."""
+    """Raise a NotFiniteError if a tensor of a state is not finite. The message names the first."""
     for name, tensor in _tensors(state):
         if not tensor.isfinite().all():
             raise NotFiniteError(f"{name} is not finite, so that no checkpoint is written")
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors inside, each with its path."""
+    """Yield all tensors in nested dictionaries, lists and tuples, each with a dotted path."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict | list | tuple):
@@ -60,10 +64,16 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint, checksums first; never runs code from it.
+    """Read a checkpoint after verifying its checksums. No code in the file is run.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The state that was saved, with tensors on the CPU.
 
     Raises:
-        CheckpointError: missing, truncated, damaged, or not one of ours.
+        CheckpointError: the file is missing, truncated, damaged, or no checkpoint of `qknorm train`.
     """
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}")
@@ -90,10 +100,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """One line of an error."""
+    """Return the message of an error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    # A write that fails inside torch's archive writer hides the OSError one level down.
+    # If torch's archive writer fails, the OSError is the context of the error that it raises.
     if error.__context__ is not None and isinstance(error.__context__, OSError):
         return _reason(error.__context__)
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,4 +1,4 @@
-"""Twins: the same model, data and seed, trained with different variants of attention."""
+"""Train the same model on the same data and seeds with different variants of attention."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ class CompareConfig:
     """A grid of runs.
 
     Attributes:
-        base: the run that is varied; its arm, rate and seed are replaced.
-        arms: names of variants.
+        base: the configuration of all runs, apart from their arm, learning rate and seed.
+        arms: names of variants, see `ARMS`.
         lrs: peak learning rates.
-        seeds: of weights and batches; paired between arms.
+        seeds: seeds of weights and batches. Every arm is trained with every seed.
+
+    Raises:
+        ValueError: a list is empty or repeats a value, or an arm is unknown.
     """
 
     base: TrainConfig = field(default_factory=TrainConfig)
@@ -44,7 +47,12 @@ class CompareConfig:
             get_arm(arm)
 
     def runs(self) -> list[tuple[str, TrainConfig]]:
-        """Folder name and configuration of every run; arms of one rate and seed side by side."""
+        """List the runs of the grid.
+
+        Returns:
+            The folder name and the configuration of each run. The arms of one learning rate and seed
+            follow one another.
+        """
         return [
             (f"{arm}-lr{lr!r}-seed{seed}", self.run(arm, lr, seed))
             for lr in self.lrs
@@ -53,7 +61,7 @@ class CompareConfig:
         ]
 
     def run(self, arm: str, lr: float, seed: int) -> TrainConfig:
-        """One run of the grid."""
+        """Return the configuration of one run of the grid."""
         chosen = get_arm(arm)
         return replace(
             self.base,
@@ -75,17 +83,20 @@ def compare(
     overwrite: bool = False,
     on_item: OnRunItem = lambda index, run, item: None,
 ) -> list[dict[str, Any]] | None:
-    """Train the grid; each run in a folder of its own, and `summary.json` beside them.
+    """Train all runs of a grid, and write `summary.json`.
 
     Args:
+        config: the grid.
+        folder: the folder of the comparison. Each run gets a folder inside it.
+        overwrite: whether to delete the runs that the folder holds.
         on_item: called with the index of the run, its configuration, and each item that it logs.
 
     Returns:
-        One record per run (`arm`, `lr`, `seed`, `final_loss`, `max_logit`, `entropy_nats`,
-        `verdict`, ...), the numbers of the last line of its log; None if it was stopped.
+        The last line of the log of each run, reduced to `SUMMARY_KEYS`; None if the comparison was
+        stopped by a signal.
 
     Raises:
-        ValueError: bad input, or a folder that holds runs already.
+        ValueError: the input is not valid, or the folder already holds runs and `overwrite` is false.
     """
     runs = config.runs()
     if not overwrite:
@@ -93,7 +104,7 @@ def compare(
         for name, _ in runs:
             files.refuse_if_taken(folder / name, files.RUN_FILES)
     else:
-        # Unreadable data must not cost the old runs.
+        # Read the data before the old runs are deleted, since it may be unreadable.
         base = config.base
         data.load(base.data, vocab_size=base.model.vocab_size, context=base.context)
         files.remove_comparison(folder)
@@ -108,7 +119,15 @@ def compare(
 
 
 def sensitivities(summary: list[dict[str, Any]]) -> dict[str, float]:
-    """LR sensitivity of each arm, mean over the seeds that have the paper's seven rates."""
+    """Compute the LR sensitivity of each arm, see `lr_sensitivity`.
+
+    Args:
+        summary: the result of `compare`.
+
+    Returns:
+        The mean over seeds in nats, by arm. Seeds without all seven learning rates of the paper do not
+        count, and an arm without such a seed is left out.
+    """
     found = {}
     for arm in dict.fromkeys(record["arm"] for record in summary):
         values = []

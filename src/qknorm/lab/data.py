@@ -1,4 +1,4 @@
-"""Text and tokens from where they are: the standard library, files, folders, JSONL, token dumps."""
+"""Read text and tokens from the standard library, text files, folders, JSONL files and token files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 TokenDtype = Literal["uint8", "uint16", "int32"]
-# Not prose that every Python has in the same place, or not the standard library at all.
+# Folders that are not part of the standard library, or are missing from some installations of Python.
 STDLIB_SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 
@@ -25,11 +25,14 @@ class DataConfig:
     """Where tokens come from.
 
     Attributes:
-        source: "stdlib" (Python's own sources), or the path of a .txt, .jsonl or .bin file, or of a
-            folder of .txt files.
-        tokenizer: path of a tokenizer.json; bytes if None.
-        token_dtype: of a .bin file.
-        holdout: share of the tokens, at the end, kept for evaluation.
+        source: "stdlib" for the source code of Python's standard library, or the path of a .txt, .jsonl
+            or .bin file, or of a folder of .txt files.
+        tokenizer: the path of a tokenizer.json. Without one (None) each byte is a token.
+        token_dtype: the dtype of the tokens in a .bin file: "uint8", "uint16" or "int32".
+        holdout: the share of the tokens that is kept for evaluation, from the end of the source.
+
+    Raises:
+        ValueError: `holdout` is not between 0 and 1, or `token_dtype` is unknown.
     """
 
     source: str = "stdlib"
@@ -46,24 +49,47 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Tokens to train on and tokens held out, 1-D integer tensors."""
+    """The tokens of a source.
+
+    Attributes:
+        train: tokens to train on, a 1-D integer tensor.
+        holdout: tokens for evaluation, a 1-D integer tensor.
+    """
 
     train: Tensor
     holdout: Tensor
 
     def batch(self, seed: int, step: int, batch: int, context: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets int64 `[batch, context]` of a step. A function of seed and step alone, so
-        that a resumed run continues with the very same batches."""
-        # The generator keeps 32 bits of its seed: mix both numbers into them.
+        """Draw the batch of a step, which depends only on the arguments, so that runs can be resumed.
+
+        Args:
+            seed: seed of the run.
+            step: number of the step.
+            batch: number of sequences.
+            context: number of tokens in a sequence.
+
+        Returns:
+            Inputs and targets, int64 `[batch, context]`.
+        """
+        # The generator uses only 32 bits of its seed, so both numbers are hashed into 32 bits.
         digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=4).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         starts = torch.randint(len(self.train) - context, (batch,), generator=generator)
         return _windows(self.train, starts, context)
 
     def holdout_batches(self, count: int, batch: int, context: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Up to `count` fixed batches, evenly spread over the held-out tokens."""
+        """Yield fixed batches for evaluation, evenly spread over the held-out tokens.
+
+        Args:
+            count: number of batches.
+            batch: number of sequences in a batch.
+            context: number of tokens in a sequence.
+
+        Yields:
+            Inputs and targets, int64 `[batch, context]`.
+        """
         last, parts = len(self.holdout) - context - 1, max(count * batch - 1, 1)
-        # In whole numbers: fp32 cannot tell positions beyond 2^24 apart.
+        # Integers, because fp32 cannot represent every position beyond 2^24.
         starts = torch.arange(count * batch, dtype=torch.int64) * last // parts
         for part in starts.split(batch):
             yield _windows(self.holdout, part, context)
@@ -76,7 +102,15 @@ def _windows(tokens: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tens
 
 
 def load(config: DataConfig, *, vocab_size: int, context: int) -> Dataset:
-    """Read, tokenize, check and split.
+    """Read, tokenize, check and split a source.
+
+    Args:
+        config: the source.
+        vocab_size: number of tokens in the vocabulary of the model.
+        context: number of tokens in a sequence.
+
+    Returns:
+        The tokens.
 
     Raises:
         ValueError: the source is missing, empty or too short, or a token is out of range.
@@ -84,7 +118,7 @@ def load(config: DataConfig, *, vocab_size: int, context: int) -> Dataset:
     tokens = _read_tokens(config)
     if tokens.numel() == 0:
         raise ValueError(f"{config.source} holds no tokens")
-    pieces = tokens.split(1 << 20)  # a mapped file must not be widened whole
+    pieces = tokens.split(1 << 20)  # casting a whole mapped file at once would need too much memory
     largest = max(int(piece.int().max()) for piece in pieces)
     smallest = min(int(piece.int().min()) for piece in pieces)
     if largest >= vocab_size or smallest < 0:
@@ -105,7 +139,7 @@ def load(config: DataConfig, *, vocab_size: int, context: int) -> Dataset:
 
 
 def vocabulary(config: DataConfig) -> int | None:
-    """The number of tokens that the source implies; None for a token dump."""
+    """Return the size of the vocabulary of a source; None for a .bin file, which does not state it."""
     if config.source.endswith(".bin"):
         return None
     if config.tokenizer is None:
@@ -138,9 +172,9 @@ def _read_tokens(config: DataConfig) -> Tensor:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise ValueError for a device, a pipe or a socket, which may have no end."""
+    """Raise a ValueError for a device, a pipe or a socket, since reading it may never end."""
     if not path.is_file():
-        raise ValueError(f"{path} is not a regular file: save what it gives to one first")
+        raise ValueError(f"{path} is not a regular file: save its content to a file first")
 
 
 def _read_bin(path: Path, dtype: torch.dtype) -> Tensor:
@@ -149,7 +183,7 @@ def _read_bin(path: Path, dtype: torch.dtype) -> Tensor:
         raise ValueError(
             f"{path} has {size} bytes, not a positive multiple of {dtype.itemsize}: check token_dtype"
         )
-    # Mapped, not read: widened only where it is indexed.
+    # The file is mapped into memory, and only the tokens that are indexed are cast to int64.
     return torch.from_file(str(path), shared=False, size=size // dtype.itemsize, dtype=dtype)
 
 
@@ -174,7 +208,7 @@ def _stdlib_text() -> bytes:
     )
     if not files:
         raise ValueError(f"this Python ({sys.executable}) ships no sources: give a text file instead")
-    # Shuffled, so that the held-out tail is not one package; the same order everywhere.
+    # A fixed shuffle, so that the held-out end holds files of many packages.
     random.Random(0).shuffle(files)
     return b"\n".join(file.read_bytes() for file in files)
 
@@ -202,20 +236,27 @@ def _load_tokenizer(path: str) -> Any:
 
 
 class Codec:
-    """Text to token ids and back: bytes, or a tokenizer.json."""
+    """Converts text to token ids and back.
+
+    Args:
+        tokenizer: the path of a tokenizer.json. Without one (None) each byte is a token.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or needs an extra that is not installed.
+    """
 
     def __init__(self, tokenizer: str | None) -> None:
         self._tokenizer = None if tokenizer is None else _load_tokenizer(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the token ids of a text."""
         if self._tokenizer is None:
             return list(text.encode())
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids; broken UTF-8 becomes the replacement character."""
+        """Return the text of token ids, with the replacement character for invalid UTF-8."""
         if self._tokenizer is None:
             return bytes(i for i in ids if i < 256).decode(errors="replace")
         text: str = self._tokenizer.decode(ids)

@@ -1,4 +1,4 @@
-"""What a run was made on: versions and machine, for reports and bug reports."""
+"""Describe the versions and the machine of a run, for reports and bug reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qknorm import __version__
 
 
 def processor() -> str:
-    """Name of the CPU."""
+    """Return the name of the CPU."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -24,7 +24,7 @@ def processor() -> str:
 
 
 def describe() -> dict[str, Any]:
-    """Versions, machine and date."""
+    """Return versions, machine and date as values that JSON can hold."""
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "qknorm": __version__,

@@ -1,4 +1,4 @@
-"""The plots of a report, as plain plotly JSON; the page draws them."""
+"""Make the plots of a report as plotly JSON, which the page draws in the browser."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from qknorm.lab import heatmaps
 from qknorm.lab.plot import finite, layout, plot, shown
 from qknorm.lab.runs import Run
 
-# Okabe-Ito, told apart by every kind of colour vision; black is left to the text.
+# The Okabe-Ito colours, which people with any colour vision can distinguish. Black is used for text.
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#666666")
 
 
 def figures(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Title, caption, element id, css class and JSON of each plot."""
+    """Make all plots of a report.
+
+    Args:
+        runs: the runs.
+
+    Returns:
+        A dictionary for each plot with its title, caption, element id, kind and JSON.
+    """
     plots = []
     trained = [run for run in runs if run.steps]
     if trained:
@@ -25,7 +32,8 @@ def figures(runs: Sequence[Run]) -> list[dict[str, str]]:
                 "curve",
                 "loss",
                 "Loss",
-                "Training loss, nats per token; thin: every step, thick: smoothed.",
+                "Training loss in nats per token. The thin line shows every step, the thick line is "
+                "smoothed.",
                 _loss(trained),
             )
         )
@@ -34,22 +42,28 @@ def figures(runs: Sequence[Run]) -> list[dict[str, str]]:
             "curve",
             "max-logit",
             "Largest attention logit",
-            "Over all layers and heads, log axis. Dotted: what the gains allow at most. Band: when the "
-            "first growth alert expected a head at the level. Marks: alerts.",
+            "The largest logit of all layers and heads, on a log axis. The dotted line is the bound "
+            "that the gains imply. The band shows when the first growth alert expected a head to reach "
+            "the level of a warning. Marks are alerts.",
             _max_logit(runs),
         ),
         plot(
             "curve",
             "entropy",
             "Entropy of the sharpest layer",
-            "Mean over heads and rows, nats, lowest layer. Near 0 the softmax is one-hot.",
+            "The entropy of the layer with the lowest mean over heads and rows, in nats. Near 0 the "
+            "softmax is one-hot.",
             _entropy(runs),
         ),
     ]
     if trained:
         plots.append(
             plot(
-                "curve", "grad-norm", "Gradient norm", "Before clipping, log axis.", _grad_norm(trained)
+                "curve",
+                "grad-norm",
+                "Gradient norm",
+                "The gradient norm before clipping, on a log axis.",
+                _grad_norm(trained),
             )
         )
     watched = [(i, run) for i, run in enumerate(runs) if run.end is not None]
@@ -64,7 +78,7 @@ def figures(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 
 def _json(figure: dict[str, Any]) -> str:
-    # "</" inside a script element would end it.
+    # "</" would end the script element that holds the JSON.
     return json.dumps(figure, allow_nan=False).replace("</", "<\\/")
 
 
@@ -80,7 +94,7 @@ def _line(name: str, x: list[Any], y: list[Any], colour: str, **line: Any) -> di
 
 
 def _smooth(values: list[float | None], share: float = 0.9) -> list[float | None]:
-    """Exponential mean without the bias of its start."""
+    """Return the exponential moving average, with the correction for its start that Adam also uses."""
     total = weight = 0.0
     smoothed: list[float | None] = []
     for value in values:
@@ -117,7 +131,7 @@ def _max_logit(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _forecast(run: Run, colour: str) -> list[dict[str, Any]]:
-    """The band of the first growth alert: from what was seen to the level, early and late."""
+    """Return a triangle from the logit at the first growth alert to the earliest and latest forecast."""
     alert = next((a for a in run.alerts if a.code == "QM002"), None)
     if alert is None:
         return []
@@ -143,7 +157,7 @@ SYMBOLS: dict[str, str] = {"info": "circle-open", "warning": "triangle-up", "ala
 
 
 def _alert_marks(run: Run, colour: str) -> list[dict[str, Any]]:
-    """One mark for each record and severity, where the curve was; information is left to the table."""
+    """Return a mark on the curve for each record with a warning or an alarm."""
     height = {record.step: finite(record.max_logit) for record in run.records}
     said: dict[tuple[int, str], list[str]] = {}
     for alert in run.alerts:

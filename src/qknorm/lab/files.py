@@ -1,4 +1,4 @@
-"""Files that are whole or absent, what a run and a comparison leave, and the lock of a run."""
+"""The files of a run and of a comparison, writing them atomically, and the lock of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPARISON_FILES = (REPORT_FILE, SUMMARY_FILE)
 
 
 def plain(value: Any) -> Any:
-    """A value as strict JSON takes it: floats of 7 digits, None for those that are not finite."""
+    """Return a value for strict JSON: floats get 7 digits, and those that are not finite become None."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -35,7 +35,12 @@ def plain(value: Any) -> Any:
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write beside the target and rename: whatever fails, the old file survives and no part is left."""
+    """Replace a file atomically. If writing fails, the old file stays and no partial file is left.
+
+    Args:
+        path: the file.
+        write: writes the new content to the open file that it receives.
+    """
     part = path.with_name(path.name + ".part")
     try:
         with part.open("wb") as file:
@@ -48,28 +53,44 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def replace_json(path: Path, value: Any) -> None:
-    """The same, for a value as strict JSON."""
+    """Replace a file atomically by a value as strict JSON, see `plain` and `replace_file`."""
     text = json.dumps(plain(value), indent=2, allow_nan=False) + "\n"
     replace_file(path, lambda file: file.write(text.encode()))
 
 
 def refuse_if_taken(folder: Path, names: tuple[str, ...], *, resumable: bool = False) -> None:
-    """Raise ValueError if a folder holds one of the names. `resumable`: say that --resume goes on."""
+    """Refuse to write into a folder that already holds results.
+
+    Args:
+        folder: the folder.
+        names: names of files that it must not hold.
+        resumable: whether the message offers --resume.
+
+    Raises:
+        ValueError: the folder holds one of the files.
+    """
     taken = [name for name in names if (folder / name).exists()]
     if not taken:
         return
     refuse_if_running(folder)
     resume = "give --resume to continue the run, " if resumable else ""
     raise ValueError(
-        f"{folder} already holds {taken[0]}: {resume}another folder, or --overwrite, which deletes what "
-        "is there"
+        f"{folder} already holds {taken[0]}: {resume}choose another folder, or give --overwrite to "
+        f"delete what is there"
     )
 
 
 def lock(folder: Path) -> IO[str]:
-    """Hold the folder of a run against other processes, until `unlock` or until this process is gone.
+    """Lock the folder of a run until `unlock` is called or this process ends.
 
-    Raises ValueError if another process holds it.
+    Args:
+        folder: the folder of the run.
+
+    Returns:
+        The lock file, for `unlock`.
+
+    Raises:
+        ValueError: another process holds the lock.
     """
     path = folder / LOCK_FILE
     while True:
@@ -81,14 +102,14 @@ def lock(folder: Path) -> IO[str]:
             who = file.read().strip()
             file.close()
             raise ValueError(
-                f"a run is going on in {folder} (process {who or 'unknown'}): wait for its end, "
+                f"a run is going on in {folder} (process {who or 'unknown'}): wait until it ends, "
                 "stop it, or use another folder"
             ) from None
         except OSError:  # a file system without locks
             return file
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             break
-        file.close()  # the one who held it has removed it meanwhile
+        file.close()  # the previous holder has removed the file since it was opened
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
@@ -96,13 +117,13 @@ def lock(folder: Path) -> IO[str]:
 
 
 def unlock(folder: Path, file: IO[str]) -> None:
-    """End what `lock` began."""
+    """Release the lock that `lock` returned."""
     (folder / LOCK_FILE).unlink(missing_ok=True)
     file.close()
 
 
 def refuse_if_running(folder: Path) -> None:
-    """Raise ValueError if a run is going on in a folder."""
+    """Raise a ValueError if a run is going on in a folder."""
     if (folder / LOCK_FILE).exists():
         unlock(folder, lock(folder))
 
@@ -119,7 +140,8 @@ def remove_run(folder: Path) -> None:
 def remove_comparison(folder: Path) -> None:
     """Delete the files of a comparison and of the runs directly inside it.
 
-    Raises ValueError, and deletes nothing, if one of them is going on.
+    Raises:
+        ValueError: one of the runs is going on. Nothing is deleted then.
     """
     runs = [log.parent for log in folder.glob(f"*/{METRICS_FILE}")]
     for run in runs:

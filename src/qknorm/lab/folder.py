@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: settings, log, checkpoints, TensorBoard, all from the first rank."""
+"""Write the folder of a run: settings, log, checkpoints and TensorBoard. Only the first rank writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnItem = Callable[[Item], None]
 
 
 def is_first_rank() -> bool:
-    """Whether this process writes."""
+    """Whether this process is the first rank, or runs alone."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
@@ -27,14 +27,19 @@ class RunFolder:
     """The folder of a run that is being trained.
 
     Args:
-        folder: where it goes.
-        config: plain values, to be saved.
-        resume_after: go on in a folder whose run has done so many steps; None starts anew.
-        tensorboard: also write event files.
-        on_item: called with each record, alert and line, when it is written. Once it has raised
-            BrokenPipeError it is called no more, and `is_unheard` is true.
+        folder: the folder, which is created if needed.
+        config: the configuration of the run as plain values, which is saved.
+        resume_after: the number of steps after which the run in the folder is continued; None deletes
+            that run and starts a new one.
+        tensorboard: whether to write event files too.
+        on_item: called with each record, alert and line after it was written. After it raises a
+            BrokenPipeError it is not called again, and `is_unheard` is true.
 
-    Raises ValueError if a run is going on in the folder.
+    Attributes:
+        is_unheard: whether `on_item` has raised a BrokenPipeError.
+
+    Raises:
+        ValueError: a run is going on in the folder.
     """
 
     def __init__(
@@ -79,7 +84,7 @@ class RunFolder:
             self.to.append(self._scalars)
 
     def put(self, item: Item) -> None:
-        """Write an item, and after a record the alerts that are new with it. An error ends the run."""
+        """Write an item. If it is a record, write the new alerts that follow from it too."""
         if not self.writes:
             return
         for send in self.to:
@@ -93,18 +98,26 @@ class RunFolder:
             return
         try:
             self.on_item(item)
-        except BrokenPipeError:  # whoever read what the command prints is gone
+        except BrokenPipeError:  # the process that read the output of the command has ended
             self.is_unheard = True
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint. Raises `checkpoint.NotFiniteError`, on every rank."""
+        """Write a checkpoint.
+
+        Raises:
+            checkpoint.NotFiniteError: a tensor is not finite. Every rank raises it.
+        """
         if self.writes:
             checkpoint.save(state, self.path)
         else:
             checkpoint.check_finite(state)
 
     def close(self, *, ended: bool = False) -> None:
-        """Write everything out; `ended`: say that the run is over."""
+        """Close all files and release the lock.
+
+        Args:
+            ended: whether the run is over, which is then written to the log.
+        """
         if self.writes and not self.lock.closed:
             self.log.close(ended=ended)
             if self.board is not None:
@@ -122,7 +135,11 @@ class RunFolder:
 
 
 def summary_writer() -> Any:
-    """TensorBoard's writer. Raises ValueError if the extra is missing."""
+    """Return the class of TensorBoard's writer.
+
+    Raises:
+        ValueError: the extra is not installed.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

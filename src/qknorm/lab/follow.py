@@ -1,4 +1,4 @@
-"""Reading a log while somebody else, perhaps on another machine, writes it."""
+"""Read a log while another process, perhaps on another machine, writes it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from qknorm.monitor.to import jsonl
 
 
 class Follower:
-    """Hands out the lines of a JSON-lines file as they become whole.
+    """Returns the lines of a JSON-lines file as they are completed.
 
-    The file is opened anew each time, since a network file system shows a file that is kept open as it
-    was. A file that became shorter or was replaced is read from the start: `restarted` is then true.
+    The file is opened anew for each call, since a network file system may not show new lines in a file
+    that is kept open. A file that became shorter or was replaced is read from the start.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        restarted: whether the last call of `poll` read the file from the start again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +30,7 @@ class Follower:
         self._inode: int | None = None
 
     def poll(self) -> list[dict[str, Any]]:
-        """The new lines, see `jsonl.parse`; none if the file is away at the moment."""
+        """Return the new complete lines, see `jsonl.parse`; none while the file cannot be opened."""
         self.restarted = False
         try:
             with self.path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Heatmaps of every head: at the end of a run, and over time."""
+"""Make heatmaps of the heads of a run: at its end, and over its steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,24 @@ from qknorm.lab.runs import Run
 from qknorm.monitor.record import LayerRecord, Record
 
 WARM, COLD = ("#fff7ee", "#d55e00"), ("#0072b2", "#f2f8fc")
-MOST_ROWS = 64  # of heads, above which a row is a layer
+MOST_ROWS = 64  # in a model with more heads, a row of the heatmap over time is a layer
 MOST_COLUMNS = 300
 
 
 def at_the_end(index: int, run: Run, ends: Sequence[Record]) -> list[dict[str, Any]]:
-    """Layer x head: largest logit and entropy, on one colour scale for all runs."""
+    """Make heatmaps of the largest logit and the entropy by layer and head.
+
+    Args:
+        index: number of the run, for the element ids.
+        run: the run.
+        ends: the last records of all runs, which share one colour scale.
+
+    Returns:
+        Two plots.
+    """
     record = run.end
     assert record is not None
-    when = "held-out text, end of the run" if record.phase == "eval" else f"step {record.step}"
+    when = "on held-out text at the end" if record.phase == "eval" else f"at step {record.step}"
     logits = [v for end in ends for layer in end.layers.values() for v in map(_log, layer.max_logit)]
     entropies = [v for end in ends for layer in end.layers.values() for v in layer.entropy_nats]
     tops = [[finite(v) for v in layer.max_logit] for layer in record.layers.values()]
@@ -31,22 +40,32 @@ def at_the_end(index: int, run: Run, ends: Sequence[Record]) -> list[dict[str, A
             "heat",
             f"heat-{index}-max-logit",
             f"Largest logit: {run.title}",
-            f"Layer x head, {when}. Colour by magnitude, the same for all runs.",
+            f"By layer and head, {when}. Colour is the magnitude, with one scale for all runs.",
             _table(names, tops, [[_log(v) for v in row] for row in tops], WARM, _top(logits)),
         ),
         plot(
             "heat",
             f"heat-{index}-entropy",
             f"Entropy, nats: {run.title}",
-            f"Layer x head, {when}. Dark is sharp, the same for all runs.",
+            f"By layer and head, {when}. Dark is a low entropy, with one scale for all runs.",
             _table(names, nats, nats, COLD, _top(entropies)),
         ),
     ]
 
 
 def over_time(index: int, run: Run, highest: float) -> list[dict[str, Any]]:
-    """Head x step up to a `highest` logit, or layer x step in a model of many heads; none with fewer
-    than two records."""
+    """Make heatmaps of the largest logit and the entropy by head and step.
+
+    A model with many heads gets one row for each layer, with the extreme value of its heads.
+
+    Args:
+        index: number of the run, for the element ids.
+        run: the run.
+        highest: the logit at the end of the colour scale.
+
+    Returns:
+        Two plots; none if the run has fewer than two records.
+    """
     each = math.ceil(len(run.records) / MOST_COLUMNS) or 1
     records = run.records
     if len(records) < 2:
@@ -63,7 +82,7 @@ def over_time(index: int, run: Run, highest: float) -> list[dict[str, Any]]:
     steps = [record.step for record in records[::each]]
 
     def over_steps(name: str, extreme: Any) -> list[list[float | None]]:
-        """Of several records in one column the extreme counts: no spike is lost."""
+        """Return the extreme value of all records in a column, so that no spike is lost."""
         table = []
         for path, head in rows:
             values = [_of(record.layers.get(path), name, head, extreme) for record in records]
@@ -77,21 +96,21 @@ def over_time(index: int, run: Run, highest: float) -> list[dict[str, Any]]:
             "time",
             f"time-{index}-max-logit",
             f"Largest logit over time: {run.title}",
-            f"{what} x step. Colour by magnitude, the same for all runs.",
+            f"{what} by step. Colour is the magnitude, with one scale for all runs.",
             _grid(labels, steps, tops, [[_log(v) for v in row] for row in tops], WARM, _log(highest)),
         ),
         plot(
             "time",
             f"time-{index}-entropy",
             f"Entropy over time: {run.title}",
-            f"{what} x step, as a share of ln(visible keys). Dark is sharp.",
+            f"{what} by step, as a share of ln(visible keys). Dark is a low entropy.",
             _grid(labels, steps, ratios, ratios, COLD, 1.0),
         ),
     ]
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Module paths without what all have in common: "model.layers.3.attn" is "3" among its like."""
+    """Return module paths without their common start and end, such as "3" for "model.layers.3.attn"."""
     if len(set(paths)) < 2:
         return [re.sub(r"^.*\.", "", path) for path in paths]
     parts = [path.split(".") for path in paths]
@@ -148,7 +167,7 @@ def _table(
     ends: tuple[str, str],
     top: float,
 ) -> dict[str, Any]:
-    """Layer x head, with the number in each cell while there is room."""
+    """Return a heatmap by layer and head, with numbers in the cells if there are at most 16 heads."""
     heads, depth = max(map(len, values)), len(values)
     look = layout("layer") | {"height": 90 + 34 * min(depth, 16), "hovermode": "closest"}
     look["xaxis"] = {"title": {"text": "head"}, "dtick": 1 if heads <= 16 else 8}
@@ -179,7 +198,7 @@ def _grid(
     ends: tuple[str, str],
     top: float | None,
 ) -> dict[str, Any]:
-    """Rows by label over steps."""
+    """Return a heatmap with a row for each label and a column for each step."""
     rows = len(labels)
     look = layout("") | {"height": 90 + max(120, min(9 * rows, 520)), "hovermode": "closest"}
     look["xaxis"] = {"title": {"text": "step"}}

@@ -1,4 +1,4 @@
-"""A decoder-only language model on one page.
+"""A small decoder-only language model.
 
 Shapes: B batch, T tokens, C width, V vocabulary, L layers.
 """
@@ -19,23 +19,28 @@ from qknorm.spec import Mask, NormDialect, Rope, UnsupportedError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of the model and its variant of attention.
+    """The sizes of the model and its variant of attention.
 
     Attributes:
         vocab_size: V.
         layers: L.
         dim: C.
-        heads, kv_heads, head_dim: of attention; kv_heads=None for one per query head, head_dim=None
-            for dim / heads.
-        mlp_ratio: hidden width of the MLP over C.
-        rotary_share: R / D in 0..1; 0 for no positions at all.
-        rope_base: of the rotary frequencies.
-        window: keys that a query sees; None for all.
-        norm: dialect of QK-norm, None for none.
-        sink: kind of sink.
-        cap: soft-cap or hard clamp of the logits, None for none.
-        gate: sigmoid gate on the heads' output.
-        backend: of the operator.
+        heads: Hq.
+        kv_heads: Hk; Hq if None.
+        head_dim: D; `dim / heads` if None.
+        mlp_ratio: hidden width of the MLP divided by C.
+        rotary_share: R / D, between 0 and 1; with 0 the model has no positions.
+        rope_base: base of the rotary frequencies.
+        window: the number of keys that a query sees; None for all.
+        norm: the dialect of QK-norm; None for no norm.
+        sink: the kind of sink.
+        cap: soft-cap or hard clamp of the logits; None for neither.
+        gate: whether a sigmoid gate multiplies the output of the heads.
+        backend: the backend of the operator; "auto" takes the first that serves the call.
+
+    Raises:
+        ValueError: a size is not positive or does not fit the others.
+        UnsupportedError: the backend does not support a cap.
     """
 
     vocab_size: int = 256
@@ -74,7 +79,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """The configuration of each attention layer; checks the heads."""
+        """The configuration of each attention layer. Raises ValueError if the heads do not fit."""
         return AttentionConfig(
             dim=self.dim,
             num_heads=self.heads,
@@ -89,7 +94,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """R."""
+        """The rotary width R."""
         return round(self.rotary_share * self.attention.width)
 
 
@@ -106,7 +111,11 @@ def saved_model(saved: dict[str, Any]) -> ModelConfig:
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP."""
+    """A block of attention and an MLP, each with a norm before it and a residual connection.
+
+    Args:
+        config: sizes and options of the model.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -118,13 +127,27 @@ class Block(nn.Module):
         self.down = nn.Linear(int(c.mlp_ratio * c.dim), c.dim, bias=False)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: KVCache | None) -> Tensor:
-        """x `[B, T, C]` to the same."""
+        """Apply the block.
+
+        Args:
+            x: `[B, T, C]`.
+            rope: rotary table; None for no RoPE.
+            mask: the mask.
+            cache: keys and values of earlier tokens, which receives those of x; None for none.
+
+        Returns:
+            `[B, T, C]`.
+        """
         x = x + self.attention(self.attention_norm(x), rope=rope, mask=mask, cache=cache)
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
 class LanguageModel(nn.Module):
-    """Embedding, L blocks, norm, untied output head."""
+    """A language model: an embedding, L blocks, a norm and an output head that is not tied.
+
+    Args:
+        config: sizes and options of the model.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -139,7 +162,7 @@ class LanguageModel(nn.Module):
         self._draw_weights()
 
     def reset_parameters(self) -> None:
-        """First values of the whole model, submodules included, as the constructor gives them."""
+        """Draw new first values for the model and its submodules, in the same way as the constructor."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and reset is not None:
@@ -147,7 +170,10 @@ class LanguageModel(nn.Module):
         self._draw_weights()
 
     def _draw_weights(self) -> None:
-        """Normal weights of std 0.02; those that write to the residual stream scaled by 1/sqrt(2L)."""
+        """Draw normal weights with a standard deviation of 0.02.
+
+        For weights that write to the residual stream it is multiplied by 1 / sqrt(2 L).
+        """
         for name, weight in self.named_parameters():
             if weight.ndim == 2 and (name.endswith("weight")):
                 writes = name.endswith(("out.weight", "down.weight"))
@@ -155,7 +181,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(weight, std=std)
 
     def rope(self, tokens: int) -> Rope | None:
-        """The rotary table of the first `tokens` positions."""
+        """Return the rotary table of the first `tokens` positions; None without RoPE."""
         return None if self.rotary is None else self.rotary(tokens)
 
     def forward(
@@ -165,9 +191,18 @@ class LanguageModel(nn.Module):
         mask: Mask = Mask(causal=True),
         caches: list[KVCache] | None = None,
     ) -> Tensor:
-        """tokens int64 `[B, T]` to logits `[B, T, V]`.
+        """Compute the logits of the next tokens.
 
-        With `caches`, one per layer, the tokens follow those already cached.
+        Args:
+            tokens: int64 `[B, T]`.
+            mask: the mask.
+            caches: one cache for each layer. The tokens then follow those that are in the caches.
+
+        Returns:
+            Logits `[B, T, V]`.
+
+        Raises:
+            ValueError: there is not one cache for each layer, or they differ in length.
         """
         cached = caches[0].length if caches else 0
         if caches and [cache.length for cache in caches] != [cached] * len(self.blocks):
@@ -182,9 +217,14 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x))
 
     def attention_layers(self) -> list[Attention]:
-        """The attention of each block, in order."""
+        """Return the attention layer of each block, in order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     def new_caches(self, batch: int, max_length: int) -> list[KVCache]:
-        """Empty caches, one per layer."""
+        """Return empty caches, one for each layer.
+
+        Args:
+            batch: B.
+            max_length: capacity in tokens.
+        """
         return [layer.new_cache(batch, max_length) for layer in self.attention_layers()]

@@ -1,4 +1,4 @@
-"""One offline HTML page from a template, with every name in it shown as it is."""
+"""Render an HTML page from a template. Names of others cannot change the page."""
 
 from __future__ import annotations
 
@@ -9,9 +9,21 @@ from qknorm.lab.printable import printable
 
 
 def render(package: str, template: str, **values: Any) -> str:
-    """Return the page. What is not marked as safe is escaped, and what does not print is spelled out.
+    """Render a page.
 
-    Raises ValueError without the `report` extra.
+    All values are escaped unless they are marked as safe, and characters that do not print are spelled
+    out.
+
+    Args:
+        package: the package that holds the template.
+        template: file name of the template.
+        values: the variables of the template.
+
+    Returns:
+        The page.
+
+    Raises:
+        ValueError: the `report` extra is not installed.
     """
     try:
         import jinja2

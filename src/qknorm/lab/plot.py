@@ -1,4 +1,4 @@
-"""What all plots share: how they look, where they go on the page, and what cannot be drawn."""
+"""Parts that all plots share: their layout, their texts, and values that can be drawn."""
 
 from __future__ import annotations
 
@@ -10,21 +10,33 @@ from qknorm.lab.printable import printable
 
 
 def plot(kind: str, name: str, title: str, caption: str, figure: dict[str, Any]) -> dict[str, Any]:
-    """A figure with its place on the page, element id, and words."""
+    """Describe a plot for the template of the page.
+
+    Args:
+        kind: the CSS class of the plot.
+        name: the id of its element.
+        title: the title.
+        caption: the sentence below the title.
+        figure: data and layout for plotly.
+
+    Returns:
+        The description.
+    """
     return {"id": name, "title": title, "caption": caption, "figure": figure, "kind": kind}
 
 
 def shown(name: str) -> str:
-    """A name as plotly shows it to the letter, which takes tags in it for markup otherwise."""
+    """Escape a name for plotly, which would take tags in it for markup."""
     return escape(printable(name), quote=False)
 
 
 def finite(value: float | None) -> float | None:
-    """A number that can be drawn, or None."""
+    """Return a number if it can be drawn, and None if it is not finite."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def layout(ytitle: str, *, log: bool = False) -> dict[str, Any]:
+    """Return the plotly layout of a curve over steps, with a linear or logarithmic y axis."""
     return {
         "margin": {"l": 56, "r": 12, "t": 8, "b": 40},
         "height": 300,

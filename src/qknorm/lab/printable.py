@@ -1,11 +1,11 @@
-"""Names from files and models, made fit for a terminal and a page."""
+"""Make names from files and models safe for a terminal and a page."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """Return a text in which every character that does not print is spelled out, as `\\x1b` is.
+    """Spell out every character of a text that does not print, such as `\\x1b`.
 
-    So a name can neither steer a terminal, nor reverse what is read, nor begin a line of its own.
+    A name can then not control a terminal, reverse the direction of the text, or start a new line.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

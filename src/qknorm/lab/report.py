@@ -1,4 +1,4 @@
-"""One offline HTML page about runs: the verdict in words, then curves, heatmaps, configuration."""
+"""Write a report of runs: an offline HTML page with conclusions, plots and configurations."""
 
 from __future__ import annotations
 
@@ -21,14 +21,22 @@ from qknorm.lab.verdict import VERDICT_RULES
 
 
 def words(summary: Sequence[dict[str, Any]]) -> list[str]:
-    """What happened, in sentences; "none", or else the first arm, is what the others are held against.
+    """Describe the results of runs in sentences.
 
-    Arms are compared at equal rates, over the seeds that both have.
+    At each learning rate, every arm is compared with the arm "none", or with the first arm if "none" is
+    missing, over the seeds that both have.
+
+    Args:
+        summary: the last line of the log of each run, see `compare`.
+
+    Returns:
+        The sentences.
     """
     keys = [(r["arm"], r["lr"], r["seed"]) for r in summary]
     ended = {k: r for k, r in zip(keys, summary, strict=True) if _is_whole(r)}
     sentences = []
-    if len(set(keys)) < len(keys):  # runs of several configurations: no twins to compare
+    if len(set(keys)) < len(keys):
+        # Some configurations differ in more than the arm, so nothing is compared.
         return [_alone(r) for r in summary]
     for lr in dict.fromkeys(r["lr"] for r in summary):
         arms = dict.fromkeys(r["arm"] for r in summary if r["lr"] == lr)
@@ -52,12 +60,12 @@ def words(summary: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _is_whole(r: dict[str, Any]) -> bool:
-    """Whether all three numbers are finite."""
+    """Whether the three results of a run are finite."""
     return None not in (r["final_loss"], r["max_logit"], r["entropy_nats"])
 
 
 def _alone(r: dict[str, Any]) -> str:
-    """One run by itself."""
+    """Return a sentence about one run."""
     who = f"{r['arm']} at {r['lr']:g} (seed {r['seed']}) ended"
     if r["final_loss"] is None:
         return f"{who} without a finite loss."
@@ -74,7 +82,7 @@ def _alone(r: dict[str, Any]) -> str:
 def _against(
     lr: float, base: str, arm: str, base_runs: list[dict[str, Any]], arm_runs: list[dict[str, Any]]
 ) -> str:
-    """One arm against another at one rate, means over seeds."""
+    """Return sentences that compare two arms at one learning rate, with means over seeds."""
 
     def mean(runs: list[dict[str, Any]], key: str) -> float:
         return statistics.fmean(r[key] for r in runs)
@@ -87,9 +95,9 @@ def _against(
     if abs(gap) < 0.005:
         outcome = f"with the held-out loss of {base}, {loss:.3f} nats{seeds}"
     else:
-        side = "below" if gap > 0 else "above"
+        direction = "below" if gap > 0 else "above"
         outcome = (
-            f"{abs(gap):.3f} nats {side} {base} in held-out loss, "
+            f"{abs(gap):.3f} nats {direction} {base} in held-out loss, "
             f"{loss:.3f} against {base_loss:.3f}{seeds}"
         )
     if 1 / 1.5 < ratio < 1.5:
@@ -106,7 +114,7 @@ def _against(
 
 
 def missing_extra() -> str | None:
-    """Return what has to be installed before a report can be written; None if nothing."""
+    """Return a sentence that says what to install before a report can be written; None if nothing."""
     try:
         import jinja2  # noqa: F401
         import plotly.offline  # noqa: F401
@@ -116,7 +124,18 @@ def missing_extra() -> str | None:
 
 
 def write_report(runs: Sequence[Run], path: Path) -> Path:
-    """Write the page. Raises ValueError without runs, or if the report extra is missing."""
+    """Write the report.
+
+    Args:
+        runs: the runs.
+        path: the file to write.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: there are no runs, or the `report` extra is not installed.
+    """
     if not runs:
         raise ValueError("there are no runs to report")
     if missing := missing_extra():
@@ -127,13 +146,13 @@ def write_report(runs: Sequence[Run], path: Path) -> Path:
     page = render(
         "qknorm.lab",
         "report.html",
-        # 1.9 MB instead of 4.8 MB; the browser unpacks it.
+        # Compression reduces plotly from 4.8 MB to 1.9 MB. The browser decompresses it.
         plotly=base64.b64encode(zlib.compress(get_plotlyjs().encode(), 9)).decode(),
         sentences=_sentences(runs, summary) + _alarms(runs),
         runs=runs,
         curves=figures(runs),
         shared=_shared([_flat(run.config) for run in runs]),
-        own=[_own(run, runs) for run in runs],
+        differing=[_differing(run, runs) for run in runs],
         layers=_layers,
         environment=runs[0].environment,
         verdict_rules=VERDICT_RULES,
@@ -143,13 +162,13 @@ def write_report(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _sentences(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> list[str]:
-    """Of the lab's runs, and of those that only the monitor knows."""
+    """Describe the runs of the lab, and those of other trainers that the monitor watched."""
     others = watched.sentences([run for run in runs if not run.config])
     return others if others and not summary else words(summary) + others
 
 
 def _alarms(runs: Sequence[Run]) -> list[str]:
-    """What the first alarm of each run said."""
+    """Return a sentence for the first alarm of each run."""
     sentences = []
     for run in runs:
         alarm = next((alert for alert in run.alerts if alert.severity == "alarm"), None)
@@ -159,7 +178,7 @@ def _alarms(runs: Sequence[Run]) -> list[str]:
 
 
 def _layers(run: Run) -> list[list[str]]:
-    """What the newest record says of each layer beside its heads, as a row of a table."""
+    """Return a row of a table for each layer, with its numbers in the newest record."""
     assert run.end is not None
     return [
         [
@@ -179,13 +198,13 @@ def _layers(run: Run) -> list[list[str]]:
 
 
 def _cell(values: Sequence[float] | None) -> str:
-    """The mean in four digits; a dash for what is not there or not finite."""
+    """Return the mean with four digits; a dash if there are no values or it is not finite."""
     mean = statistics.fmean(values) if values else math.nan
     return f"{mean:.4g}" if math.isfinite(mean) else "-"
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """A nested configuration as dotted names."""
+    """Return a nested configuration as a flat one with dotted names and values in JSON."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, dict):
@@ -196,12 +215,12 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _shared(configs: list[dict[str, str]]) -> dict[str, str]:
-    """What all runs have in common."""
+    """Return the settings that are equal in all configurations."""
     first = configs[0]
     return {k: v for k, v in first.items() if all(c.get(k) == v for c in configs)}
 
 
-def _own(run: Run, runs: Sequence[Run]) -> dict[str, str]:
-    """What sets a run apart."""
+def _differing(run: Run, runs: Sequence[Run]) -> dict[str, str]:
+    """Return the settings of a run that are not equal in all runs."""
     shared = _shared([_flat(other.config) for other in runs])
     return {k: v for k, v in _flat(run.config).items() if k not in shared}

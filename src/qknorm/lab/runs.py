@@ -1,4 +1,4 @@
-"""Runs as they lie on disk."""
+"""Find runs on disk and read them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from qknorm.monitor.alerts import ORDER, Alert
 from qknorm.monitor.record import Record
 from qknorm.monitor.to.jsonl import RANK_FILES, read_lines
 
-MOST_ALERTS = 40  # of a run, in a report
+MOST_ALERTS = 40  # that a report lists of one run
 
 
 @dataclass(kw_only=True)
 class Run(Timeline):
-    """One run folder: what it logged, and how it was set up.
+    """A run that was read from its folder: its log and its settings.
 
     Attributes:
-        name: of the folder.
-        title: arm, rate and seed; with the folder where that is not enough, and the folder alone for a
-            run that is not of the lab.
-        config, environment: as saved; empty for a run that is not of the lab.
+        name: the name of the folder.
+        title: arm, learning rate and seed of a run of the lab, followed by the folder if several runs
+            share them. For a run of another trainer it is the name of the folder.
+        config: the configuration of a run of the lab, empty otherwise.
+        environment: the environment of a run of the lab, see `environment.describe`, empty otherwise.
     """
 
     name: str
@@ -35,37 +36,44 @@ class Run(Timeline):
 
     @property
     def has_alarm(self) -> bool:
-        """Whether there was an alarm."""
+        """Whether an alert of the run is an alarm."""
         return any(alert.severity == "alarm" for alert in self.alerts)
 
     @property
     def alert_counts(self) -> str:
-        """How many of each severity, in words."""
+        """The number of alerts of each severity, such as "1 alarm, 2 warnings"."""
         counts = [(name, sum(a.severity == name for a in self.alerts)) for name in reversed(ORDER)]
         return ", ".join(f"{n} {name}{'s' * (n > 1 and name != 'info')}" for name, n in counts if n)
 
     @property
     def worst_alerts(self) -> list[Alert]:
-        """At most MOST_ALERTS: the most severe, then the first."""
+        """The most severe alerts, at most MOST_ALERTS, by severity and then by step."""
         return sorted(self.alerts, key=lambda a: (-ORDER.index(a.severity), a.step))[:MOST_ALERTS]
 
     @property
     def advice(self) -> dict[str, str]:
-        """What to do about the alerts of `worst_alerts`, by their code."""
+        """The advice for the alerts in `worst_alerts`, by code."""
         return {alert.code: alert.advice for alert in self.worst_alerts}
 
     @property
     def end(self) -> Record | None:
-        """Attention on held-out text at the end, or else the newest record."""
+        """The record of the final evaluation, or else the newest record; None without records."""
         if self.final is not None and self.evaluation is not None:
             return self.evaluation
         return self.records[-1] if self.records else None
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """The run folders among the given ones, or directly inside them.
+    """Find run folders.
 
-    Raises ValueError for a folder that is neither a run nor holds one.
+    Args:
+        folders: folders of runs, or folders that directly hold folders of runs.
+
+    Returns:
+        The folders of runs.
+
+    Raises:
+        ValueError: a folder does not exist, or neither is the folder of a run nor holds one.
     """
     found: list[Path] = []
     for folder in folders:
@@ -77,14 +85,25 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
             inside = sorted(path for path in folder.glob("*/") if log_file(path) is not None)
         if not inside:
             raise ValueError(
-                f"{folder} is no run and holds none: it has no {METRICS_FILE} and no {RANK_FILES}"
+                f"{folder} is not the folder of a run and holds none: it has no {METRICS_FILE} and no "
+                f"{RANK_FILES}"
             )
         found += inside
     return found
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read run folders. Raises ValueError for one that holds no step, or no settings."""
+    """Read run folders.
+
+    Args:
+        folders: the folders.
+
+    Returns:
+        The runs, with titles that differ.
+
+    Raises:
+        ValueError: a folder has no log, its log has no step yet, or its settings cannot be read.
+    """
     runs = [_load(folder) for folder in folders]
     titles = [run.title for run in runs]
     for run, folder in zip(runs, folders, strict=True):
@@ -101,7 +120,7 @@ def _load(folder: Path) -> Run:
     for line in read_lines(path):
         run.feed(line)
     if run.step < 0:
-        raise ValueError(f"{folder} holds no step yet: nothing to report")
+        raise ValueError(f"{folder} has logged no step yet, so there is nothing to report")
     if path.name == METRICS_FILE:
         run.config, run.environment = (_read_json(folder / n) for n in (CONFIG_FILE, ENVIRONMENT_FILE))
         run.title = f"{run.config['arm']}, lr {run.config['lr']:g}, seed {run.config['seed']}"

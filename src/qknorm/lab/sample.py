@@ -1,4 +1,4 @@
-"""Text from a trained model, token by token through the KV cache."""
+"""Generate text with a trained model, token by token with a KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ from qknorm.lab.model import LanguageModel, saved_model
 
 
 def load_model(folder: Path) -> tuple[LanguageModel, Codec]:
-    """The model of a run's checkpoint, and the codec of its text. Raises ValueError if it is damaged."""
+    """Load the model of a run.
+
+    Args:
+        folder: the folder of the run.
+
+    Returns:
+        The model in evaluation mode, and the codec for its text.
+
+    Raises:
+        ValueError: the checkpoint is missing or damaged.
+    """
     state = checkpoint.load(folder / CHECKPOINT_FILE)
     config = state["config"]
     model = LanguageModel(saved_model(config["model"]))
@@ -32,10 +42,25 @@ def generate(
     temperature: float,
     seed: int,
 ) -> str:
-    """The prompt and its continuation by `tokens` tokens.
+    """Continue a prompt.
 
-    The prompt is read in one chunk, then each token in a step of its own; keys are cached after norm
-    and RoPE. Raises ValueError for an empty prompt, a negative temperature or no tokens.
+    The model reads the whole prompt in one call and each new token in a further call. Keys are cached
+    after norm and RoPE.
+
+    Args:
+        model: the model.
+        codec: the codec for its text.
+        prompt: the text to continue.
+        tokens: the number of tokens to add.
+        temperature: divides the logits before a token is drawn; 0 takes the likeliest token.
+        seed: seed of the draws.
+
+    Returns:
+        The prompt and its continuation.
+
+    Raises:
+        ValueError: the prompt is empty or holds a token outside the vocabulary, `tokens` is below 1, the
+            temperature is negative or not finite, or the logits of the model are not finite.
     """
     ids = codec.encode(prompt)
     if not ids:

@@ -1,4 +1,4 @@
-"""A log, line by line, as losses, attention records and alerts: of the lab or of any monitor."""
+"""Read a log, of the lab or of any monitor, into losses, attention records and alerts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from qknorm.monitor.to import jsonl
 
 
 def log_file(folder: Path) -> Path | None:
-    """The log in a run folder, that of the first rank where there are several; None if there is none.
+    """Find the log in the folder of a run.
 
-    Records are merged over ranks before they are written, so any one file has all of them.
+    Records are merged over ranks before they are written, so the file of any rank holds all of them.
+
+    Args:
+        folder: the folder.
+
+    Returns:
+        The log, or that of the first rank if there are several; None if there is none.
     """
     if (folder / METRICS_FILE).is_file():
         return folder / METRICS_FILE
@@ -25,15 +31,15 @@ def log_file(folder: Path) -> Path | None:
 
 @dataclass(kw_only=True)
 class Timeline:
-    """What a run has logged so far.
+    """The lines that a run has logged so far.
 
     Attributes:
-        steps: the lines of the trainer, one for each step; only the lab has them.
-        records: attention in training, oldest first.
-        evaluation: attention in the newest evaluation.
-        alerts: as they were given.
-        final: how a run of the lab came out.
-        has_ended: whether the run said so.
+        steps: the lines of the trainer, one for each step. Only the lab writes them.
+        records: the records of attention in training, oldest first.
+        evaluation: the record of the newest evaluation; None without one.
+        alerts: the alerts, oldest first.
+        final: the line with the results of a run of the lab; None before it ends.
+        has_ended: whether the log states that the run has ended.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -44,7 +50,7 @@ class Timeline:
     has_ended: bool = False
 
     def feed(self, line: dict[str, Any]) -> None:
-        """Take in one line; kinds that are not known are passed over."""
+        """Add one line of the log. A line of an unknown kind is ignored."""
         kind = line["kind"]
         if kind == "step":
             self.steps.append(line)
@@ -62,11 +68,11 @@ class Timeline:
 
     @property
     def step(self) -> int:
-        """The newest step, -1 before the first."""
+        """The number of the newest step; -1 before the first."""
         newest = [line["step"] for line in self.steps[-1:]] + [r.step for r in self.records[-1:]]
         return max(newest, default=-1)
 
     @property
     def loss(self) -> float | None:
-        """The newest one."""
+        """The loss of the newest step; None if it has none."""
         return self.steps[-1].get("loss") if self.steps else None

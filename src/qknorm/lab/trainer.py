@@ -1,4 +1,4 @@
-"""A small trainer: AdamW, warm-up, clipping, exact resume, under the monitor that users attach.
+"""A small trainer with AdamW, warm-up, clipping and exact resuming, under the monitor that users attach.
 
 A run folder holds `config.json`, `environment.json`, `metrics.jsonl` and `checkpoint.pt`.
 """
@@ -31,31 +31,39 @@ from qknorm.nn import param_groups
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A whole run.
+    """The configuration of a run.
 
     Attributes:
-        model, data: what is trained on what.
-        arm: name of the variant, for tables.
-        steps, batch, context: optimizer steps, sequences a step, tokens a sequence.
+        model: sizes of the model and its variant of attention.
+        data: the source of tokens.
+        arm: name of the variant, for logs and tables.
+        steps: number of optimizer steps.
+        batch: sequences in a step.
+        context: tokens in a sequence.
         lr: peak learning rate.
-        schedule: after a linear warm-up "cosine" (from the peak to a tenth of it), "constant" (the
-            peak), or "ramp" (warmed up to a hundredth of the peak, then growing geometrically to it).
-        warmup: steps.
-        weight_decay: independent of the rate, as in Wortsman et al.: each step multiplies weights by
-            1 - weight_decay * (lr / peak lr).
-        gain_decay: the same for gains stored as 1 + w; they are pulled to 1.
-        beta1, beta2: of AdamW.
+        schedule: the learning rate after a linear warm-up: "cosine" (from the peak down to a tenth of
+            it), "constant" (the peak), or "ramp" (the warm-up ends at a hundredth of the peak, and the
+            rate then grows geometrically to the peak).
+        warmup: number of steps of the warm-up.
+        weight_decay: weight decay that does not depend on the peak learning rate, as in Wortsman et al.:
+            each step multiplies the weights by `1 - weight_decay * (lr / peak lr)`.
+        gain_decay: the same for gains that are stored as 1 + w, which it pulls to 1.
+        beta1: decay of AdamW's mean of gradients.
+        beta2: decay of AdamW's mean of squared gradients.
         clip: largest gradient norm; None for no clipping.
-        z_loss: weight of the squared log of the softmax denominator.
+        z_loss: weight of the squared log of the softmax denominator in the loss.
         dtype: "float32", or "bfloat16" for autocast.
-        compile: use torch.compile.
-        seed: of weights and batches.
-        stats_every: the monitor observes the steps that are a multiple of it; 0 for none. The last
-            evaluation is always observed.
-        eval_batches: held-out batches at the end.
-        checkpoint_every: steps between checkpoints, all that a killed process or a full disk can cost; 0
-            for only at the end.
-        tensorboard: also write event files.
+        compile: whether to use torch.compile.
+        seed: seed of weights and batches, below 2^32.
+        stats_every: the monitor observes every step that is a multiple of this number; 0 for none. The
+            final evaluation is always observed.
+        eval_batches: number of held-out batches in the final evaluation.
+        checkpoint_every: number of steps between checkpoints; 0 for one at the end only. A process that
+            is killed loses the steps since the last checkpoint.
+        tensorboard: whether to write event files too.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -113,7 +121,7 @@ class TrainConfig:
             raise ValueError(f"clip must be positive, or None for no clipping; got {self.clip}")
 
     def rate(self, step: int) -> float:
-        """Learning rate of step 1 ... steps."""
+        """Return the learning rate of a step, counted from 1."""
         first = self.lr / 100 if self.schedule == "ramp" else self.lr
         if step <= self.warmup:
             return first * step / self.warmup
@@ -125,14 +133,15 @@ class TrainConfig:
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
 
 
-# How often to observe or to save may change when a run is resumed; the run itself may not.
+# Settings that may change when a run is resumed, since they do not change the training.
 FREE = {"stats_every", "checkpoint_every", "tensorboard", "eval_batches"}
 
 
 def saved_config(folder: Path) -> TrainConfig:
     """Return the configuration of the run in a folder, from its checkpoint.
 
-    Raises ValueError without one.
+    Raises:
+        ValueError: the checkpoint is missing or damaged.
     """
     saved = checkpoint.load(folder / files.CHECKPOINT_FILE)["config"]
     model, source = saved_model(saved["model"]), data.DataConfig(**saved["data"])
@@ -144,9 +153,9 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        final: the line that says how it came out; None if it was stopped before its last step.
-        steps: steps done.
-        stopped: a signal asked to stop, perhaps too late to cut this run short.
+        final: the line with the results; None if the run was stopped before its last step.
+        steps: number of steps that were done.
+        stopped: whether a signal or a closed pipe requested a stop, even if the run had ended by then.
     """
 
     final: dict[str, Any] | None
@@ -155,7 +164,21 @@ class Outcome:
 
 
 class Trainer:
-    """One run in memory: model, optimizer, data, the losses so far, and why it cannot go on, if so."""
+    """The state of a run in memory.
+
+    Args:
+        config: the configuration.
+
+    Attributes:
+        config: the configuration.
+        data: the tokens.
+        model: the language model.
+        optimizer: AdamW.
+        losses: training loss of each step so far, in nats per token.
+        failure: a sentence that says why the run cannot be continued; None if it can.
+        monitor: the monitor of the model; None if `stats_every` is 0.
+        step: number of steps that were done.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = c = config
@@ -165,7 +188,7 @@ class Trainer:
         groups = param_groups(
             self.model, weight_decay=c.weight_decay / c.lr, gain_decay=c.gain_decay / c.lr
         )
-        # PyTorch multiplies the decay by the rate; dividing by the peak makes it independent of it.
+        # PyTorch multiplies the decay by the learning rate, so it is divided by the peak above.
         self.optimizer = torch.optim.AdamW(
             groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=1e-8, fused=True
         )
@@ -174,25 +197,28 @@ class Trainer:
         self.failure: str | None = None
         self.monitor = Monitor.attach(self.model, every=c.stats_every) if c.stats_every else None
         if self.monitor is not None:
-            # The watching ends with the trainer, also where nobody closes it.
+            # The monitor is detached when the trainer is deleted, even if it is never closed.
             weakref.finalize(self, self.monitor.detach).atexit = False
         self._begin(after=0)
 
     def _begin(self, *, after: int) -> None:
-        """Go on after so many steps. Steps are counted from 1, those of the monitor too."""
+        """Set the number of steps that were done, in the trainer and in its monitor."""
         self.step = after
         if self.monitor is not None:
             self.monitor.load_state_dict({"step_count": after + 1})
 
     def close(self) -> None:
-        """End the watching of the model."""
+        """Detach the monitor from the model."""
         if self.monitor is not None:
             self.monitor.detach()
 
     def train_step(self) -> list[Item]:
-        """One optimizer step; returns what the monitor saw of it, and last a line of its own.
+        """Train for one step.
 
-        Where the loss or the gradient is not finite no weight is changed, and `failure` says so.
+        If the loss or the gradient is not finite, the weights are not changed, and `failure` is set.
+
+        Returns:
+            The records of the monitor, if it observed the step, and then the line of the step.
         """
         c = self.config
         began = time.perf_counter()
@@ -210,7 +236,7 @@ class Trainer:
             )
         )
         self.losses.append(float(loss.detach()))
-        # Before the step, so that gains and bound are those of the weights that were measured.
+        # Before the optimizer changes the gains, so that the bound fits the logits of this forward.
         records = [] if self.monitor is None else [self._with_cap(r) for r in self.monitor.step()]
         if math.isfinite(self.losses[-1]) and math.isfinite(norm):
             self.optimizer.step()
@@ -232,7 +258,11 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, Record]:
-        """Held-out loss, and the record of the attention. The watching of the training ends."""
+        """Evaluate the model on held-out text. The monitor of the training is detached.
+
+        Returns:
+            The held-out loss in nats per token, and the record of the attention.
+        """
         c = self.config
         self.close()
         total, tokens = 0.0, 0
@@ -250,7 +280,7 @@ class Trainer:
         return total / tokens, self._with_cap(record)
 
     def _with_cap(self, record: Record) -> Record:
-        """A cap bounds the logits as a norm does, and the monitor knows norms only."""
+        """Return a record whose bounds include the cap on the logits."""
         cap = self.config.model.cap
         if cap is None:
             return record
@@ -261,7 +291,10 @@ class Trainer:
         return replace(record, layers=layers)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy in nats per token, and the mean squared log of the denominator."""
+        """Return the cross-entropy in nats per token, and the z-loss.
+
+        The z-loss is the mean square of the log of the softmax denominator; 0 if its weight is 0.
+        """
         logits = logits.float().flatten(0, 1)
         loss = F.cross_entropy(logits, targets.flatten())
         return loss, logits.logsumexp(-1).square().mean() if self.config.z_loss else loss.new_zeros(())
@@ -270,7 +303,11 @@ class Trainer:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
     def final(self) -> tuple[dict[str, Any], Record]:
-        """How the run came out, as in its log and in `summary.json`, and the attention at its end."""
+        """Evaluate the model and judge the run.
+
+        Returns:
+            The last line of the log, and the record of the attention on held-out text.
+        """
         c = self.config
         loss, record = self.evaluate()
         if self.failure is None:
@@ -294,7 +331,7 @@ class Trainer:
         return files.plain(line), record
 
     def state(self) -> dict[str, Any]:
-        """Everything that a run needs to go on."""
+        """Return the state from which the run can be continued, for a checkpoint."""
         return {
             "config": asdict(self.config),
             "step": self.step,
@@ -305,7 +342,14 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state()`. Raises ValueError if it belongs to another configuration."""
+        """Continue from a saved state.
+
+        Args:
+            state: the result of `state()`.
+
+        Raises:
+            ValueError: the state belongs to a run with another configuration.
+        """
         mine, theirs = asdict(self.config), state["config"]
         changed = [key for key in mine if key not in FREE and mine[key] != theirs.get(key)]
         if changed:
@@ -321,12 +365,16 @@ class Trainer:
 
 @contextmanager
 def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into a request; the second one acts as it always did."""
-    asked = False
+    """Turn the first SIGINT, SIGTERM or SIGHUP into a request to stop. A second signal acts as usual.
 
-    def ask(number: int, frame: Any) -> None:
-        nonlocal asked
-        asked = True
+    Yields:
+        A function that returns whether a stop was requested.
+    """
+    is_requested = False
+
+    def request(number: int, frame: Any) -> None:
+        nonlocal is_requested
+        is_requested = True
         restore()
 
     def restore() -> None:
@@ -336,13 +384,13 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
     before: dict[int, Any] = {}
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # `nohup` ignores SIGHUP, so that the run outlives its terminal.
+            # Under `nohup` SIGHUP stays ignored, so that the run continues without its terminal.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, ask)
-    except ValueError:  # not the main thread: signals go elsewhere
+                before[number] = signal.signal(number, request)
+    except ValueError:  # only the main thread may handle signals
         before = {}
     try:
-        yield lambda: asked
+        yield lambda: is_requested
     finally:
         restore()
 
@@ -355,21 +403,24 @@ def train(
     overwrite: bool = False,
     on_item: OnItem = lambda item: None,
 ) -> Outcome:
-    """Train, log and save into a run folder.
+    """Train a model, and write its log and checkpoints to a folder.
 
-    A first SIGINT, SIGTERM or SIGHUP ends the run after the current step with a checkpoint, and so does
-    an `on_item` that raises BrokenPipeError; `resume` continues the run bit for bit. Nothing is written
-    before the whole input is checked.
+    A first SIGINT, SIGTERM or SIGHUP stops the run after the current step and writes a checkpoint, and
+    so does an `on_item` that raises a BrokenPipeError. A resumed run gives the same bits as one that was
+    not stopped. All input is checked before anything is written.
 
     Args:
-        config: the run.
-        folder: where it goes.
-        resume: continue from its checkpoint.
-        overwrite: start anew in a folder that holds a run.
-        on_item: called with each record, alert and line, when it is in the log.
+        config: the configuration.
+        folder: the folder of the run.
+        resume: whether to continue from the checkpoint in the folder.
+        overwrite: whether to delete a run that the folder holds.
+        on_item: called with each record, alert and line after it was written to the log.
+
+    Returns:
+        How the run ended.
 
     Raises:
-        ValueError: bad input, a folder that holds a run already, or one in which a run is going on.
+        ValueError: the input is not valid, the folder already holds a run, or a run is going on in it.
     """
     state = checkpoint.load(folder / files.CHECKPOINT_FILE) if resume else None
     if not resume and not overwrite and is_first_rank():
@@ -399,8 +450,8 @@ def _train(trainer: Trainer, folder: Path, *, is_resumed: bool, on_item: OnItem)
             trainer.failure = trainer.failure or f"after step {trainer.step} {error}"
 
     try:
-        with _stop_requests() as stop_asked:
-            while trainer.step < config.steps and not stop_asked() and trainer.failure is None:
+        with _stop_requests() as stop_requested:
+            while trainer.step < config.steps and not stop_requested() and trainer.failure is None:
                 for item in trainer.train_step():
                     run.put(item)
                 if run.is_unheard:
@@ -408,7 +459,7 @@ def _train(trainer: Trainer, folder: Path, *, is_resumed: bool, on_item: OnItem)
                 if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
                     save()
             save()
-            is_stopped = stop_asked() or run.is_unheard
+            is_stopped = stop_requested() or run.is_unheard
             if is_stopped and trainer.step < config.steps and trainer.failure is None:
                 return Outcome(final=None, steps=trainer.step, stopped=True)
             final, record = trainer.final()

@@ -1,4 +1,4 @@
-"""What became of a run, and how sensitive a variant is to its learning rate: rules, not taste."""
+"""Judge how a run ended, and how sensitive an arm is to its learning rate, by fixed rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qknorm.monitor import LayerRecord, Record, Thresholds
 
 # Wortsman et al. 2023 (arXiv 2309.14322), sec. 2.1.
 WORTSMAN_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
-# Both are divergence to Wortsman et al. Here a run that ends where it began has its own word.
+# Wortsman et al. also call it divergence when a run ends where it began. Here that is "did not learn".
 VERDICT_RULES = (
     "diverged: a loss, a gradient or a weight that is not finite, a training loss above its best so far "
     "+ 1.0 throughout the last 10 % of the steps, or a final loss that is above both its best + 1.0 and "
@@ -25,11 +25,11 @@ SUMMARY_KEYS = (
 
 
 class Verdict(NamedTuple):
-    """What became of a run.
+    """How a run ended.
 
     Attributes:
-        word: see `VERDICT_RULES`.
-        reason: the numbers behind it; None for "finished".
+        word: one of the verdicts of `VERDICT_RULES`.
+        reason: the numbers that led to it; None for "finished".
     """
 
     word: Literal["finished", "saturated", "did not learn", "diverged"]
@@ -37,12 +37,15 @@ class Verdict(NamedTuple):
 
 
 def judge(losses: Sequence[float], final_loss: float, end: Record) -> Verdict:
-    """Return what became of a run.
+    """Judge how a run ended, by `VERDICT_RULES`.
 
     Args:
         losses: training loss of every step, in nats per token.
-        final_loss: held-out loss at the end.
-        end: the attention at the end.
+        final_loss: held-out loss at the end, in nats per token.
+        end: the record of attention at the end.
+
+    Returns:
+        The verdict.
     """
     if not all(map(math.isfinite, losses)) or not math.isfinite(final_loss):
         return Verdict("diverged", "the loss is not finite")
@@ -65,15 +68,23 @@ def judge(losses: Sequence[float], final_loss: float, end: Record) -> Verdict:
 
 
 def _is_saturated(layer: LayerRecord) -> bool:
-    """Whether a layer is in the state that the monitor's alarm names."""
+    """Whether a layer is in the state for which the monitor raises its alarm of saturation."""
     limits = Thresholds()
     return layer.top >= limits.level_warning and layer.mean("entropy_ratio") < limits.saturated
 
 
 def lr_sensitivity(final_losses: dict[float, float], initial_loss: float) -> float | None:
-    """Mean over the grid of min(loss, initial loss) - best loss (Wortsman et al., sec. 2.1).
+    """Compute the LR sensitivity of Wortsman et al., sec. 2.1.
 
-    None unless all seven rates of the paper are there, since it depends on the grid.
+    It is the mean over a grid of learning rates of `min(loss, initial loss) - best loss`.
+
+    Args:
+        final_losses: held-out loss in nats per token, by learning rate.
+        initial_loss: loss before training, in nats per token.
+
+    Returns:
+        The sensitivity in nats; None unless all seven learning rates of the paper are present, since it
+        depends on the grid.
     """
     if not all(any(math.isclose(rate, lr) for lr in final_losses) for rate in WORTSMAN_GRID):
         return None

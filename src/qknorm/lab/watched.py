@@ -1,4 +1,4 @@
-"""Runs of somebody else's trainer that the monitor watched: what they have in common, in sentences."""
+"""Describe and compare runs of other trainers that the monitor watched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from qknorm.monitor.record import Record
 
 
 def sentences(runs: Sequence[Run]) -> list[str]:
-    """What the largest logit of each run was, and each against the first at the last step of both."""
+    """Describe each run by its largest logit, and compare it with the first run.
+
+    Args:
+        runs: the runs.
+
+    Returns:
+        The sentences. Two runs are compared at the last step that both observed.
+    """
     found = [_alone(run) for run in runs if run.records]
     for run in runs[1:]:
         both = _last_common(runs[0], run)
@@ -24,8 +31,8 @@ def sentences(runs: Sequence[Run]) -> list[str]:
 def _alone(run: Run) -> str:
     top = max(run.records, key=lambda record: _order(record.max_logit))
     name, layer = max(top.layers.items(), key=lambda item: _order(item[1].top))
-    end = "ended" if run.has_ended else "has not said that it ended; its newest record is of"
-    when = f"{end} {'at ' if run.has_ended else ''}step {run.step}"
+    end = "ended" if run.has_ended else "did not report its end; its newest step is"
+    when = f"{end} at step {run.step}" if run.has_ended else f"{end} {run.step}"
     return (
         f"{run.title} {when}. Its largest logit was {_number(top.max_logit)}, in layer {name}, head "
         f"{layer.worst_head}, at step {top.step}."
@@ -39,7 +46,7 @@ def _last_common(a: Run, b: Run) -> tuple[Record, Record] | None:
 
 
 def _against(a: Run, b: Run, ours: Record, theirs: Record) -> str:
-    """One run against another at one step."""
+    """Return sentences that compare two runs at one step."""
     x, y = ours.max_logit, theirs.max_logit
     if 0 < x < math.inf and 0 < y < math.inf and not 1 / 1.5 < y / x < 1.5:
         factor = max(x / y, y / x)
