@@ -1,9 +1,11 @@
 """Makes the corpus of `early_warning.py`: short runs of the lab, with and without QK-norm.
 
-    python benchmarks/early_warning_corpus.py RUNS [--seeds N] [--pack]
+    python benchmarks/early_warning_corpus.py RUNS [--seeds N] [--more] [--pack]
 
 Every pair of twins differs only in the norm. Runs that are complete in the folder RUNS are kept, so
 the command can be stopped and started again; `--pack` writes what is there to the committed corpus.
+`--more` makes the second corpus instead: a model of another size, and Muon in the place of AdamW. The
+rules were fixed before it was made, so no part of it was used to choose them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import lzma
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from qknorm.lab.trainer import TrainConfig, train
 from qknorm.monitor import LayerRecord
 
 CORPUS = Path(__file__).with_name("corpus") / "early_warning.jsonl.xz"
+MORE = CORPUS.with_name("early_warning_more.jsonl.xz")
 ARMS = ("none", "qk")
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SCHEDULES = ("cosine", "constant", "ramp")
@@ -41,6 +45,23 @@ def runs(seeds: int) -> Iterator[tuple[str, TrainConfig]]:
                     yield f"{schedule}-{lr:g}-{seed}-{arm}", run
 
 
+def more_runs(seeds: int) -> Iterator[tuple[str, TrainConfig]]:
+    """Name and configuration of the second corpus: deeper and narrower with AdamW, and with Muon."""
+    deep = ModelConfig(layers=8, dim=64, heads=2)
+    variants = {
+        "deep": TrainConfig(model=deep),
+        "muon": TrainConfig(optimizer="muon"),
+        "deep-muon": TrainConfig(model=deep, optimizer="muon"),
+    }
+    for seed in range(seeds):
+        for lr in (3e-3, 1e-2, 3e-2, 1e-1):
+            for name, base in variants.items():
+                for arm in ARMS:
+                    model = get_arm(arm).apply(base.model)
+                    run = replace(base, model=model, arm=arm, lr=lr, seed=seed)
+                    yield f"{name}-{lr:g}-{seed}-{arm}", run
+
+
 def complete(folder: Path) -> Run | None:
     """The run in a folder, if it is there and came to its end."""
     if log_file(folder) is None:
@@ -54,6 +75,8 @@ def digest(config: TrainConfig, run: Run) -> dict[str, Any]:
     assert run.final is not None
     return {
         "arm": config.arm,
+        "optimizer": config.optimizer,
+        "layers": config.model.layers,
         "lr": config.lr,
         "schedule": config.schedule,
         "seed": config.seed,
@@ -89,9 +112,10 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--pack", action="store_true", help="only write the corpus from what is there")
+    parser.add_argument("--more", action="store_true", help="make the second corpus")
     args = parser.parse_args()
-    found = []
-    for name, config in runs(args.seeds):
+    corpus, found = (MORE if args.more else CORPUS), []
+    for name, config in (more_runs if args.more else runs)(args.seeds):
         folder = args.runs / name
         if not args.pack and complete(folder) is None:
             train(config, folder, overwrite=True)
@@ -99,10 +123,10 @@ def main() -> None:
         run = complete(folder)
         if run is not None:
             found.append(digest(config, run))
-    CORPUS.parent.mkdir(exist_ok=True)
-    with lzma.open(CORPUS, "wt") as file:
+    corpus.parent.mkdir(exist_ok=True)
+    with lzma.open(corpus, "wt") as file:
         file.writelines(json.dumps(run) + "\n" for run in found)
-    print(f"{len(found)} runs in {CORPUS}, {CORPUS.stat().st_size / 1e6:.2f} MB")
+    print(f"{len(found)} runs in {corpus}, {corpus.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def assert_same_bits(a, b, path="checkpoint"):
 def assert_same_run(folder, whole):
     assert without_clocks(folder) == without_clocks(whole)
     states = [checkpoint.load(f / CHECKPOINT_FILE) for f in (folder, whole)]
-    for part in ("model", "optimizer", "losses", "step"):
+    for part in ("model", "optimizers", "losses", "step"):
         assert_same_bits(states[0][part], states[1][part], part)
 
 

@@ -35,7 +35,7 @@ def spoil(monkeypatch, what, *, step=BAD, arm=None):
             elif name == "gradient":
                 handles.append(weight.register_hook(lambda g: torch.full_like(g, float(value[0]))))
             else:
-                self.optimizer.state[weight]["exp_avg"].view(-1)[3] = torch.nan
+                self.optimizers[0].state[weight]["exp_avg"].view(-1)[3] = torch.nan
         try:
             return original(self)
         finally:
@@ -80,7 +80,7 @@ def test_f48_no_step_is_taken_and_the_run_ends_with_a_sentence(
     assert outcome.final["final_loss"] == pytest.approx(twin.evaluate()[0], rel=1e-6)
     state = checkpoint.load(folder / CHECKPOINT_FILE)
     assert state["step"] == BAD
-    for part in ("model", "optimizer"):
+    for part in ("model", "optimizers"):
         assert_same_bits(without_rates(state[part]), without_rates(twin.state()[part]))
     assert all_finite(state)
     steps = strict_lines(folder, "step")
@@ -156,7 +156,7 @@ def test_f48_saving_what_is_not_finite_is_refused_and_names_the_tensor(run, tmp_
     path = tmp_path / CHECKPOINT_FILE
     checkpoint.save(trainer.state(), path)
     before = path.read_bytes()
-    moment = trainer.optimizer.state[trainer.model.head.weight]["exp_avg_sq"]
+    moment = trainer.optimizers[0].state[trainer.model.head.weight]["exp_avg_sq"]
     moment.view(-1)[0] = torch.inf
     with pytest.raises(
         checkpoint.NotFiniteError, match=r"optimizer\.state\.\d+\.exp_avg_sq is not finite"

@@ -37,9 +37,9 @@ def assert_each_once(folder):
     assert [line["kind"] for line in strict_lines(folder)][-3:] == ["final", "record", "end"]
 
 
-@pytest.mark.parametrize("name", ["qk", "qk-decay", "qk+sink", "none"])
+@pytest.mark.parametrize("name", ["qk", "qk-decay", "qk+sink", "none", "muon"])
 def test_sixty_steps_equal_thirty_and_resume_and_thirty_to_the_bit(config, tmp_path, name):
-    run = arm(config, name)
+    run = replace(config, optimizer="muon") if name == "muon" else arm(config, name)
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert train(run, whole).steps == 60
     first = train(run, halves, on_item=at_step(30, stop()))
@@ -60,7 +60,7 @@ def test_the_bits_depend_on_the_optimizer_state_too(config, tmp_path):
     state = copy.deepcopy(trainer.state())
     resumed, forgetful = Trainer(config), Trainer(config)
     resumed.restore(copy.deepcopy(state))
-    forgetful.restore(state | {"optimizer": Trainer(config).optimizer.state_dict()})
+    forgetful.restore(state | {"optimizers": Trainer(config).state()["optimizers"]})
     for one in (trainer, resumed, forgetful):
         one.train_step()
         one.train_step()

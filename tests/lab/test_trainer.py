@@ -72,7 +72,7 @@ def test_weight_decay_is_independent_of_the_peak_rate(config, lr):
 
 def test_gains_and_norms_do_not_decay(config):
     trainer = Trainer(replace(config, weight_decay=0.5))
-    groups = {group["name"]: group for group in trainer.optimizer.param_groups}
+    groups = {group["name"]: group for group in trainer.optimizers[0].param_groups}
     decayed = {id(p) for g in groups.values() if g["weight_decay"] for p in g["params"]}
     for name, parameter in trainer.model.named_parameters():
         is_weight = parameter.ndim == 2 and not name.endswith("gain")
@@ -102,13 +102,13 @@ def test_clipping_limits_the_step_and_the_log_shows_the_norm_before_it(config, m
     loose, tight = (Trainer(replace(config, clip=clip, z_loss=0.0)) for clip in (None, 1e-3))
     grads = []
     for trainer in (loose, tight):
-        step = trainer.optimizer.step
+        step = trainer.optimizers[0].step
 
         def spy(step=step, trainer=trainer):
             grads.append([p.grad.norm() for p in trainer.model.parameters()])
             return step()
 
-        monkeypatch.setattr(trainer.optimizer, "step", spy)
+        monkeypatch.setattr(trainer.optimizers[0], "step", spy)
     records = [trainer.train_step()[-1] for trainer in (loose, tight)]
     assert records[0]["grad_norm"] == pytest.approx(records[1]["grad_norm"], rel=1e-6)
     assert records[0]["grad_norm"] > 0.1
@@ -131,13 +131,13 @@ def test_z_loss_is_the_mean_squared_log_of_the_denominator_and_not_in_the_logged
     (loss + 0.3 * z).backward()
     expected = {name: p.grad for name, p in twin.named_parameters()}
     found = {}
-    step = with_z.optimizer.step
+    step = with_z.optimizers[0].step
 
     def spy():
         found.update({name: p.grad.clone() for name, p in with_z.model.named_parameters()})
         return step()
 
-    monkeypatch.setattr(with_z.optimizer, "step", spy)
+    monkeypatch.setattr(with_z.optimizers[0], "step", spy)
     assert with_z.train_step()[-1]["loss"] == without.train_step()[-1]["loss"]
     assert found.keys() == expected.keys()
     for name, grad in expected.items():

@@ -127,6 +127,12 @@ _SHARED = [
     _Shared(owner=_T, name="warmup", kind=int, help="Set the number of steps of linear warm-up."),
     _Shared(
         owner=_T,
+        name="optimizer",
+        kind=str,
+        help="Choose adamw, or muon for the matrices of the blocks with AdamW for the rest.",
+    ),
+    _Shared(
+        owner=_T,
         name="weight_decay",
         kind=float,
         help="Set the weight decay, which does not depend on the peak learning rate.",

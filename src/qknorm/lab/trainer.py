@@ -1,4 +1,4 @@
-"""A small trainer with AdamW, warm-up, clipping and exact resuming, under the monitor that users attach.
+"""A small trainer with AdamW or Muon, warm-up, clipping and exact resuming, under the monitor that users attach.
 
 A run folder holds `config.json`, `environment.json`, `metrics.jsonl` and `checkpoint.pt`.
 """
@@ -45,6 +45,9 @@ class TrainConfig:
             it), "constant" (the peak), or "ramp" (the warm-up ends at a hundredth of the peak, and the
             rate then grows geometrically to the peak).
         warmup: number of steps of the warm-up.
+        optimizer: "adamw"; or "muon" for the matrices of the blocks, of which q, k and v are one each,
+            with AdamW for the rest. Muon's updates have the RMS of AdamW's, so the same rates make
+            sense.
         weight_decay: weight decay that does not depend on the peak learning rate, as in Wortsman et al.:
             each step multiplies the weights by `1 - weight_decay * (lr / peak lr)`.
         gain_decay: the same for gains that are stored as 1 + w, which it pulls to 1.
@@ -75,6 +78,7 @@ class TrainConfig:
     lr: float = 3e-3
     schedule: Literal["cosine", "constant", "ramp"] = "cosine"
     warmup: int = 50
+    optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = 1e-4
     gain_decay: float = 0.0
     beta1: float = 0.9
@@ -108,6 +112,8 @@ class TrainConfig:
             raise ValueError(f"lr must be positive; got {self.lr}")
         if self.schedule not in ("cosine", "constant", "ramp"):
             raise ValueError(f"schedule must be cosine, constant or ramp; got {self.schedule!r}")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ValueError(f"optimizer must be adamw or muon; got {self.optimizer!r}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype must be float32 or bfloat16; got {self.dtype!r}")
         for name in ("beta1", "beta2"):
@@ -173,7 +179,7 @@ class Trainer:
         config: the configuration.
         data: the tokens.
         model: the language model.
-        optimizer: AdamW.
+        optimizers: AdamW, or Muon and AdamW.
         losses: training loss of each step so far, in nats per token.
         failure: a sentence that says why the run cannot be continued; None if it can.
         monitor: the monitor of the model; None if `stats_every` is 0.
@@ -185,13 +191,7 @@ class Trainer:
         self.data = data.load(c.data, vocab_size=c.model.vocab_size, context=c.context)
         torch.manual_seed(c.seed)
         self.model = LanguageModel(c.model)
-        groups = param_groups(
-            self.model, weight_decay=c.weight_decay / c.lr, gain_decay=c.gain_decay / c.lr
-        )
-        # PyTorch multiplies the decay by the learning rate, so it is divided by the peak above.
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=1e-8, fused=True
-        )
+        self.optimizers = _optimizers(self.model, c)
         self.forward = torch.compile(self.model, dynamic=False) if c.compile else self.model
         self.losses: list[float] = []
         self.failure: str | None = None
@@ -223,8 +223,9 @@ class Trainer:
         c = self.config
         began = time.perf_counter()
         self.step += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = c.rate(self.step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = c.rate(self.step)
         inputs, targets = self.data.batch(c.seed, self.step, c.batch, c.context)
         with self._autocast():
             logits = self.forward(inputs)
@@ -239,11 +240,13 @@ class Trainer:
         # Before the optimizer changes the gains, so that the bound fits the logits of this forward.
         records = [] if self.monitor is None else [self._with_cap(r) for r in self.monitor.step()]
         if math.isfinite(self.losses[-1]) and math.isfinite(norm):
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
         else:
             what = "gradient norm" if math.isfinite(self.losses[-1]) else "loss"
             self.failure = f"the {what} is not finite at step {self.step}"
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         seconds = time.perf_counter() - began
         line = {
             "kind": "step",
@@ -338,7 +341,7 @@ class Trainer:
             "losses": self.losses,
             "failure": self.failure,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -358,9 +361,34 @@ class Trainer:
                 f"{', '.join(changed)}: resume with its configuration, or start in a new folder"
             )
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self.losses, self.failure = list(state["losses"]), state["failure"]
         self._begin(after=state["step"])
+
+
+def _optimizers(model: LanguageModel, c: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a run.
+
+    PyTorch multiplies the decay by the learning rate, so it is divided by the peak here.
+    """
+    groups = param_groups(
+        model,
+        weight_decay=c.weight_decay / c.lr,
+        gain_decay=c.gain_decay / c.lr,
+        split="qkv" if c.optimizer == "muon" else None,
+    )
+    muon: list[dict[str, Any]] = []
+    rest: list[dict[str, Any]] = []
+    for group in groups:
+        is_for_muon = c.optimizer == "muon" and group["name"] == "matrix"
+        (muon if is_for_muon else rest).append(group)
+    made: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=c.lr, betas=(c.beta1, c.beta2), eps=1e-8, fused=True)
+    ]
+    if muon:
+        made.append(torch.optim.Muon(muon, lr=c.lr, adjust_lr_fn="match_rms_adamw"))
+    return made
 
 
 @contextmanager
