@@ -12,7 +12,7 @@ from qknorm.lab.files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE
 from qknorm.lab.timeline import Timeline, log_file
 from qknorm.monitor.alerts import ORDER, Alert
 from qknorm.monitor.record import Record
-from qknorm.monitor.to.jsonl import RANK_FILES, read_lines
+from qknorm.monitor.to.jsonl import RANK_FILES
 
 MOST_ALERTS = 40  # of a run, in a report
 
@@ -36,18 +36,18 @@ class Run(Timeline):
     @property
     def has_alarm(self) -> bool:
         """Whether there was an alarm."""
-        return any(alert.severity == "alarm" for alert in self.alerts)
+        return any(alert.severity == "alarm" for alert in self.findings)
 
     @property
     def alert_counts(self) -> str:
         """How many of each severity, in words."""
-        counts = [(name, sum(a.severity == name for a in self.alerts)) for name in reversed(ORDER)]
+        counts = [(name, sum(a.severity == name for a in self.findings)) for name in reversed(ORDER)]
         return ", ".join(f"{n} {name}{'s' * (n > 1 and name != 'info')}" for name, n in counts if n)
 
     @property
     def worst_alerts(self) -> list[Alert]:
         """At most MOST_ALERTS: the most severe, then the first."""
-        return sorted(self.alerts, key=lambda a: (-ORDER.index(a.severity), a.step))[:MOST_ALERTS]
+        return sorted(self.findings, key=lambda a: (-ORDER.index(a.severity), a.step))[:MOST_ALERTS]
 
     @property
     def advice(self) -> dict[str, str]:
@@ -63,7 +63,7 @@ class Run(Timeline):
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """The run folders among the given ones, or directly inside them.
+    """The runs among the given folders and logs, or directly inside the folders.
 
     Raises ValueError for a folder that is neither a run nor holds one.
     """
@@ -77,7 +77,8 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
             inside = sorted(path for path in folder.glob("*/") if log_file(path) is not None)
         if not inside:
             raise ValueError(
-                f"{folder} is no run and holds none: it has no {METRICS_FILE} and no {RANK_FILES}"
+                f"{folder} is no run and holds none: it has no {METRICS_FILE}, no {RANK_FILES} and no "
+                "log of another tool that can be read"
             )
         found += inside
     return found
@@ -97,13 +98,14 @@ def _load(folder: Path) -> Run:
     path = log_file(folder)
     if path is None:
         raise ValueError(f"no log in {folder}: is this the folder of a run?")
-    run = Run(name=folder.name, title=folder.name, config={}, environment={})
-    for line in read_lines(path):
-        run.feed(line)
+    name = folder.resolve().name
+    run = Run(name=name, title=name, config={}, environment={})
+    run.read(path)
     if run.step < 0:
         raise ValueError(f"{folder} holds no step yet: nothing to report")
     if path.name == METRICS_FILE:
-        run.config, run.environment = (_read_json(folder / n) for n in (CONFIG_FILE, ENVIRONMENT_FILE))
+        settings = (path.with_name(name) for name in (CONFIG_FILE, ENVIRONMENT_FILE))
+        run.config, run.environment = map(_read_json, settings)
         run.title = f"{run.config['arm']}, lr {run.config['lr']:g}, seed {run.config['seed']}"
     return run
 

@@ -7,20 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from qknorm.lab.files import METRICS_FILE
+from qknorm.lab.finished_logs import find_finished_log, is_finished_log, read_finished_log
+from qknorm.lab.losses import loss_alerts
 from qknorm.lab.verdict import SUMMARY_KEYS
-from qknorm.monitor.alerts import Alert
+from qknorm.monitor.alerts import Alert, Alerts
 from qknorm.monitor.record import Record
 from qknorm.monitor.to import jsonl
 
 
-def log_file(folder: Path) -> Path | None:
-    """The log in a run folder, that of the first rank where there are several; None if there is none.
+def log_file(run: Path) -> Path | None:
+    """The log in the folder of a run, or the file itself; None if there is none.
 
-    Records are merged over ranks before they are written, so any one file has all of them.
+    Our own logs come before those of other tools. Of several ranks it is that of the first: records are
+    merged over ranks before they are written, so any one file has all of them.
     """
-    if (folder / METRICS_FILE).is_file():
-        return folder / METRICS_FILE
-    return min(folder.glob(jsonl.RANK_FILES), default=None)
+    if run.is_file():
+        return run
+    if (run / METRICS_FILE).is_file():
+        return run / METRICS_FILE
+    return min(run.glob(jsonl.RANK_FILES), default=None) or find_finished_log(run)
 
 
 @dataclass(kw_only=True)
@@ -43,6 +48,19 @@ class Timeline:
     final: dict[str, Any] | None = None
     has_ended: bool = False
 
+    def read(self, path: Path) -> None:
+        """Take in a whole log. Alerts of a log of another tool are made now, since it holds none.
+
+        Raises ValueError for a log of another tool that cannot be read.
+        """
+        is_finished = is_finished_log(path)
+        for line in read_finished_log(path) if is_finished else jsonl.read_lines(path):
+            self.feed(line)
+        if is_finished:
+            alerts = Alerts(last_step=self.step)
+            self.alerts += [alert for record in self.records for alert in alerts(record)]
+            self.has_ended = True
+
     def feed(self, line: dict[str, Any]) -> None:
         """Take in one line; kinds that are not known are passed over."""
         kind = line["kind"]
@@ -59,6 +77,11 @@ class Timeline:
         elif kind == "final" and line.keys() >= set(SUMMARY_KEYS):
             self.final = line
         self.has_ended = kind in jsonl.CLOSING or (self.has_ended and kind != "start")
+
+    @property
+    def findings(self) -> list[Alert]:
+        """The alerts, and what the losses say by themselves."""
+        return self.alerts + loss_alerts(self.steps, self.final, has_ended=self.has_ended)
 
     @property
     def step(self) -> int:

@@ -76,11 +76,12 @@ def _extreme(what: str, heads: tuple[int, ...], total: int, limit: str, worst: i
 
 def _not_finite(layer: LayerHistory, _: Thresholds) -> Iterator[Found]:
     tops, entropies = layer.last.max_logit, layer.last.entropy_nats
+    is_known = layer.last.rows > 0  # in logs of other tools entropies may be missing
     heads = tuple(
         head
         for head, (top, entropy) in enumerate(zip(tops, entropies, strict=True))
         # A head of which no row counted has a maximum of -inf.
-        if top != -math.inf and not (math.isfinite(top) and math.isfinite(entropy))
+        if top != -math.inf and not (math.isfinite(top) and (math.isfinite(entropy) or not is_known))
     )
     if heads:
         worst = tops[heads[0]]
