@@ -158,6 +158,24 @@ def test_f32_advice_follows_the_first_alert_of_a_code(caplog: pytest.LogCaptureF
     ]
 
 
+def test_the_rank_is_named_where_there_are_several() -> None:
+    level, closing = layer([60.0, 4.0], rank=3), layer([60.0], ratio=[0.1], rank=0)
+    broken = layer([4.0, math.nan], rank=12)
+    of_entropy = layer([5.0], entropy_nats=[math.nan], rank=2)
+    found = Alerts()(record(0, {"a": level, "b": closing, "c": broken, "d": of_entropy}))
+    assert [(a.code, a.message, a.evidence.get("rank")) for a in found] == [
+        ("QM001", "a: head 0 has a max logit of 60.0 on rank 3", 3.0),
+        (
+            "QM010",
+            "b: the softmax is saturating, with a max logit of 60.0 on rank 0 and 10 % of the largest "
+            "possible entropy left",
+            0.0,
+        ),
+        ("QM008", "c: head 1 has a max logit or an entropy that is not finite: nan on rank 12", 12.0),
+        ("QM008", "d: head 0 has a max logit or an entropy that is not finite: 5.0", None),
+    ]
+
+
 def test_dead_and_frozen_heads_need_several_records() -> None:
     alerts = Alerts()
     found = [codes(alerts(record(i, {"a": layer([0.1, 90.0], ratio=[0.9999, 1e-5])}))) for i in range(6)]

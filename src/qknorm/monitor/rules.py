@@ -74,6 +74,11 @@ def _extreme(what: str, heads: tuple[int, ...], total: int, limit: str, worst: i
     return f"{_some(heads, total)} {what.format(limit)}, the worst is head {worst} with {value}"
 
 
+def _on(rank: int | None) -> tuple[str, dict[str, float]]:
+    """Where the largest logit was seen, in words and as a number; nothing for one process."""
+    return ("", {}) if rank is None else (f" on rank {rank}", {"rank": float(rank)})
+
+
 def _not_finite(layer: LayerHistory, _: Thresholds) -> Iterator[Found]:
     tops, entropies = layer.last.max_logit, layer.last.entropy_nats
     is_known = layer.last.rows > 0  # in logs of other tools entropies may be missing
@@ -86,7 +91,10 @@ def _not_finite(layer: LayerHistory, _: Thresholds) -> Iterator[Found]:
     if heads:
         worst = tops[heads[0]]
         text = f"{_some(heads, len(tops))} a max logit or an entropy that is not finite: {worst}"
-        yield "QM008", "alarm", heads, text, {"max_logit": worst}
+        # Whose entropy it is, nobody tells.
+        rank = None if all(math.isfinite(tops[head]) for head in heads) else layer.last.rank
+        where, evidence = _on(rank)
+        yield "QM008", "alarm", heads, f"{text}{where}", {"max_logit": worst} | evidence
 
 
 def _saturation(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
@@ -94,11 +102,12 @@ def _saturation(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
     went before trouble in nearly all runs that had it, and in no other."""
     top, ratio = layer.last.top, layer.last.mean("entropy_ratio")
     if top >= t.level_warning and ratio < t.saturated:
+        where, evidence = _on(layer.last.rank)
         text = (
-            f"the softmax is saturating, with a max logit of {top:.1f} and {100 * ratio:.0f} % of the "
-            "largest possible entropy left"
+            f"the softmax is saturating, with a max logit of {top:.1f}{where} and {100 * ratio:.0f} % "
+            "of the largest possible entropy left"
         )
-        yield "QM010", "alarm", (), text, {"max_logit": top, "entropy_ratio": ratio}
+        yield "QM010", "alarm", (), text, {"max_logit": top, "entropy_ratio": ratio} | evidence
 
 
 def _level(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
@@ -112,7 +121,8 @@ def _level(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
     text = _extreme(
         "a max logit of {}", heads, len(tops), f"{level:g} or more", worst, f"{tops[worst]:.1f}"
     )
-    yield "QM001", severity, heads, text, {"max_logit": tops[worst]}
+    where, evidence = _on(layer.last.rank)
+    yield "QM001", severity, heads, f"{text}{where}", {"max_logit": tops[worst]} | evidence
 
 
 def _growth(layer: LayerHistory, t: Thresholds, last_step: int | None) -> Iterator[Found]:
