@@ -15,6 +15,8 @@ from typing import Literal
 from qknorm.monitor.forecast import FROM, POINTS, forecast
 from qknorm.monitor.history import LayerHistory
 
+GROWN = 1.1  # a factor below which neither q nor k is said to have grown
+
 Severity = Literal["info", "warning", "alarm"]
 
 
@@ -79,6 +81,26 @@ def _on(rank: int | None) -> tuple[str, dict[str, float]]:
     return ("", {}) if rank is None else (f" on rank {rank}", {"rank": float(rank)})
 
 
+def _grown(layer: LayerHistory) -> tuple[str, dict[str, float]]:
+    """Which of q and k has grown more, as the end of a sentence, and both as numbers."""
+    growth = layer.growth()
+    if growth is None:
+        return "", {}
+    evidence = {"since": float(growth.step), "q_growth": growth.q, "k_growth": growth.k}
+    (small, less), (large, more) = sorted([(growth.q, "q"), (growth.k, "k")])
+    if large < GROWN:
+        return "", evidence
+    of = "the largest gain" if growth.head is None else "the RMS"
+    where = "" if growth.head is None else f" in head {growth.head}"
+    if f"{small:.1f}" == f"{large:.1f}":
+        text = f"{of} of q and that of k{where} have each grown by a factor of {large:.1f}"
+    else:
+        text = (
+            f"{of} of {more}{where} has grown by a factor of {large:.1f}, that of {less} by {small:.1f}"
+        )
+    return f"; since step {growth.step} {text}", evidence
+
+
 def _not_finite(layer: LayerHistory, _: Thresholds) -> Iterator[Found]:
     tops, entropies = layer.last.max_logit, layer.last.entropy_nats
     is_known = layer.last.rows > 0  # in logs of other tools entropies may be missing
@@ -103,11 +125,13 @@ def _saturation(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
     top, ratio = layer.last.top, layer.last.mean("entropy_ratio")
     if top >= t.level_warning and ratio < t.saturated:
         where, evidence = _on(layer.last.rank)
+        grown, factors = _grown(layer)
         text = (
             f"the softmax is saturating, with a max logit of {top:.1f}{where} and {100 * ratio:.0f} % "
-            "of the largest possible entropy left"
+            f"of the largest possible entropy left{grown}"
         )
-        yield "QM010", "alarm", (), text, {"max_logit": top, "entropy_ratio": ratio} | evidence
+        evidence = {"max_logit": top, "entropy_ratio": ratio} | evidence | factors
+        yield "QM010", "alarm", (), text, evidence
 
 
 def _level(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
@@ -136,9 +160,10 @@ def _growth(layer: LayerHistory, t: Thresholds, last_step: int | None) -> Iterat
     )
     if found is not None:
         heads = _which(layer.last.max_logit, lambda top: top >= FROM * t.level_warning)
+        grown, factors = _grown(layer)
         text = (
             f"the max logit has grown to {tops[-1]:.1f}; it is expected to reach {found.level:g} "
-            f"between steps {found.early} and {found.late}"
+            f"between steps {found.early} and {found.late}{grown}"
         )
         evidence = {
             "max_logit": tops[-1],
@@ -146,7 +171,7 @@ def _growth(layer: LayerHistory, t: Thresholds, last_step: int | None) -> Iterat
             "early": float(found.early),
             "late": float(found.late),
         }
-        yield "QM002", "warning", heads, text, evidence
+        yield "QM002", "warning", heads, text, evidence | factors
 
 
 def _entropy(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
