@@ -69,6 +69,7 @@ def tensorboard(folder: Path, kind: str) -> Path:
             for name, value in row.items():
                 if name != "step":
                     writer.add_scalar(f"train/{name}", value, row["step"])
+        writer.add_scalar("train/train_loss", 99.0, 10 * STEPS)  # the mean of the whole run
     return folder
 
 
@@ -98,6 +99,7 @@ def test_a_log_of_another_tool_is_read_and_judged(
     (run,) = load_runs(find_runs([tmp_path / "loud"]))
     assert [line["step"] for line in run.steps] == [10 * (i + 1) for i in range(STEPS)]
     assert run.steps[0]["grad_norm"] == 1.0
+    assert run.steps[-1]["loss"] == pytest.approx(4.0 - 0.1 * (STEPS - 1))
     assert run.records[-1].max_logit == pytest.approx(3.0 * (STEPS - 1))
 
 

@@ -150,7 +150,9 @@ def _record(step: int, top: float, entropy: float, bound: float | None) -> dict[
 
 
 def _plain(name: str) -> str:
-    return name.strip().lower().removeprefix("train/").removeprefix("train_")
+    name = name.strip().lower()
+    # Only one of them: "train/train_loss" of the Trainer is the mean of the whole run.
+    return name.removeprefix("train/" if name.startswith("train/") else "train_")
 
 
 def _first(values: dict[str, float], names: Iterable[str]) -> float | None:
