@@ -158,6 +158,80 @@ def test_f32_advice_follows_the_first_alert_of_a_code(caplog: pytest.LogCaptureF
     ]
 
 
+def test_the_rank_is_named_where_there_are_several() -> None:
+    level, closing = layer([60.0, 4.0], rank=3), layer([60.0], ratio=[0.1], rank=0)
+    broken = layer([4.0, math.nan], rank=12)
+    of_entropy = layer([5.0], entropy_nats=[math.nan], rank=2)
+    found = Alerts()(record(0, {"a": level, "b": closing, "c": broken, "d": of_entropy}))
+    assert [(a.code, a.message, a.evidence.get("rank")) for a in found] == [
+        ("QM001", "a: head 0 has a max logit of 60.0 on rank 3", 3.0),
+        (
+            "QM010",
+            "b: the softmax is saturating, with a max logit of 60.0 on rank 0 and 10 % of the largest "
+            "possible entropy left",
+            0.0,
+        ),
+        ("QM008", "c: head 1 has a max logit or an entropy that is not finite: nan on rank 12", 12.0),
+        ("QM008", "d: head 0 has a max logit or an entropy that is not finite: 5.0", None),
+    ]
+
+
+def _growing(**sizes: list[list[float]] | list[tuple[float, float]]) -> list[Alert]:
+    """A layer that grows until QM002 speaks and then QM010, with these values in each record."""
+    tops = [34.0, 36.0, 38.0, 40.0, 42.0, 45.0, 60.0]
+    alerts, found = Alerts(), []
+    for i, top in enumerate(tops):
+        other = {name: values[min(i, len(values) - 1)] for name, values in sizes.items()}
+        ratio = [0.1, 0.1] if top > 50 else [0.5, 0.5]
+        found += alerts(record(10 * i, {"a": layer([3.0, top], ratio=ratio, **other)}))
+    return [alert for alert in found if alert.code in ("QM002", "QM010")]
+
+
+def test_growth_and_saturation_name_which_of_q_and_k_has_grown() -> None:
+    rms = [1.0 + 0.5 * i for i in range(7)]  # of q in the loud head: 3.5 and 4 times at the end
+    growth, closing = _growing(q_rms=[[9.0, r] for r in rms], k_rms=[[2.0 + 0.1 * i] for i in range(7)])
+    assert growth.message.endswith(
+        "; since step 0 the RMS of q in head 1 has grown by a factor of 3.5, that of k by 1.2"
+    )
+    assert closing.message.endswith(
+        "entropy left; since step 0 the RMS of q in head 1 has grown by a factor of 4.0, that of k "
+        "by 1.3"
+    )
+    factors = {name: closing.evidence[name] for name in ("since", "q_growth", "k_growth")}
+    assert factors == pytest.approx({"since": 0.0, "q_growth": 4.0, "k_growth": 1.3})
+    for clause, sizes in {
+        "k in head 1 has grown by a factor of 4.0, that of q by 0.5": {
+            "q_rms": [[1.0, 1.0]] * 6 + [[9.0, 0.5]],
+            "k_rms": [[r, r] for r in rms],
+        },
+        "RMS of q and that of k in head 1 have each grown by a factor of 4.0": {
+            "q_rms": [[r, r] for r in rms],
+            "k_rms": [[r] for r in rms],
+        },
+        # Gains say more than an RMS, and count from the first record that has them.
+        "since step 10 the largest gain of k has grown by a factor of 3.0, that of q by 2.0": {
+            "gain_max": [None, (1.0, 2.0), *[(2.0, 6.0)] * 5],
+            "is_normed": [True],
+            "q_rms": [[r, r] for r in rms],
+        },
+    }.items():
+        assert clause in _growing(**sizes)[-1].message
+    for unknown in (
+        {"q_rms": [[]]},
+        {"k_rms": [[math.nan]]},
+        {"q_rms": [[0.0, 0.0]] * 6 + [[2.0, 2.0]]},
+        {"gain_max": [*[None] * 6, (1.0, 2.0)]},
+        {"q_rms": [[r, r] for r in rms], "is_normed": [True], "rms_of": ["projection"]},
+    ):
+        closing = _growing(**unknown)[-1]
+        assert closing.message.endswith("entropy left")
+        assert "q_growth" not in closing.evidence
+    # Logits may also grow because q and k turn towards each other.
+    closing = _growing(q_rms=[[1.0, 1.0]])[-1]
+    assert closing.message.endswith("entropy left")
+    assert (closing.evidence["q_growth"], closing.evidence["k_growth"]) == (1.0, 1.0)
+
+
 def test_dead_and_frozen_heads_need_several_records() -> None:
     alerts = Alerts()
     found = [codes(alerts(record(i, {"a": layer([0.1, 90.0], ratio=[0.9999, 1e-5])}))) for i in range(6)]

@@ -14,8 +14,12 @@ import torch.multiprocessing as mp
 
 import ranks
 from qknorm.monitor import Monitor
+from qknorm.monitor.alerts import Alerts
+from qknorm.monitor.reduce import FACTS, HOLDER, Part, Place, _tagged
+from qknorm.monitor.to.jsonl import to_record
 
 FIRST = "layers.first"
+LEVELS = ("QM001", "QM010")
 
 
 @functools.cache
@@ -38,7 +42,21 @@ def _whole(extreme_head: int) -> dict[str, Any]:
     model, x = ranks.whole(extreme_head)
     with Monitor.attach(model, every=1) as monitor:
         model(x)
-        return monitor.step()[0].to_json()["layers"]
+        layers: dict[str, Any] = monitor.step()[0].to_json()["layers"]
+    assert set(_ranks(layers).values()) == {None}
+    return layers
+
+
+def _ranks(layers: dict[str, Any]) -> dict[str, int | None]:
+    """Takes out the only number in which several ranks differ from one process."""
+    return {name: layer.pop("rank", None) for name, layer in layers.items()}
+
+
+def _holder(kind: str, world: int, head: int) -> int:
+    """The rank that has the extreme head, or the loudest sequence, which is the last."""
+    if kind == "both":
+        return 2 + head // 2
+    return {"data": world - 1, "tensor": head * world // ranks.HEADS, "pipeline": 0}[kind]
 
 
 def _close(found: Any, wanted: Any) -> None:
@@ -69,6 +87,10 @@ def test_every_rank_gets_the_numbers_of_one_process(kind: str, world: int, extre
             if kind == "data" and step == 1:  # rank 0 saw nothing; the others are still merged
                 assert record["layers"][FIRST]["rows"] < wanted[FIRST]["rows"]
                 continue
+            assert record["layers"][FIRST]["rank"] == _holder(kind, world, extreme_head)
+            (level,) = [a for a in Alerts()(to_record(record)) if a.layer == FIRST and a.code in LEVELS]
+            assert f" on rank {_holder(kind, world, extreme_head)}" in level.message
+            _ranks(record["layers"])
             _close(record["layers"], wanted)
 
 
@@ -76,6 +98,25 @@ def test_the_extreme_head_is_found_where_it_lives() -> None:
     for head in (0, 3):
         tops = _whole(head)[FIRST]["max_logit"]
         assert max(tops) == tops[head] > 5 * sorted(tops)[-2]
+
+
+@pytest.mark.parametrize(
+    ("tops", "holder"),
+    [
+        ([3.0, 5.0, 4.0], 1),
+        ([-3.0, -math.inf, -5.0], 0),
+        ([0.0, -1.0, -math.inf], 0),
+        ([5.0, math.inf, 7.0], 1),
+        ([math.nan, 3.0, -math.inf], 0),
+        ([3.0, 3.0 + 2.0**-22, 3.0], 1),  # neighbours in fp32
+        ([-math.inf] * 3, None),
+    ],
+)
+def test_the_rank_of_the_largest_logit(tops: list[float], holder: int | None) -> None:
+    tags = [_tagged(torch.tensor(top, dtype=torch.float64), rank) for rank, top in enumerate(tops)]
+    facts = torch.full((FACTS,), -torch.inf, dtype=torch.float64)
+    facts[HOLDER] = torch.stack(tags).amax()
+    assert Part(buffer=facts, facts=facts, place=Place(0, 1, 0, 1, False)).rank == holder
 
 
 @pytest.mark.parametrize(("kind", "attach_first"), ranks.WRAPPED)
@@ -87,6 +128,8 @@ def test_wrapped_training_gives_the_numbers_of_one_process(kind: str, attach_fir
             assert math.isclose(mine["loss"], one["loss"], rel_tol=1e-5)
             for a, b in zip(mine["records"], one["records"], strict=True):
                 layers = a["layers"]
+                assert set(_ranks(layers).values()) <= {0, 1}
+                _ranks(b["layers"])
                 for layer in (*layers.values(), *b["layers"].values()):  # rounding has time to grow
                     for name, value in layer.items():
                         if isinstance(value, list):
@@ -110,6 +153,10 @@ def test_f21_layers_that_run_on_one_rank_only_or_late_are_merged() -> None:
             ["parts.image", "parts.text"],
         ]
         for mine, one in zip(found, wanted, strict=True):
+            owners = _ranks(mine["layers"])
+            assert (owners["parts.image"], owners["parts.text"]) == (0, 1)
+            assert owners.get("parts.late", 1) == 1  # it runs on the last rank alone
+            _ranks(one["layers"])
             _close(mine["layers"], one["layers"])
 
 
@@ -125,6 +172,9 @@ def test_f20_a_layer_that_fails_on_one_rank_stops_no_other_rank() -> None:
         assert second["layers"]["one"]["max_logit"] == [11.0]
         assert second["layers"]["one"]["note"] is None
         assert third["layers"]["one"]["max_logit"] == [10.0]
+        assert [layer["rank"] for layer in first["layers"].values()] == [0, 1]
+        assert [layer["rank"] for layer in second["layers"].values()] == [1, 1]
+        assert [layer["rank"] for layer in third["layers"].values()] == [0, 1]
         assert third["layers"]["other"]["max_logit"] == [21.0]
 
 

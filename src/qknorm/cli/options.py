@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
@@ -14,11 +14,24 @@ import typer
 from qknorm.lab import data
 from qknorm.lab.model import ModelConfig
 from qknorm.lab.trainer import TrainConfig
+from qknorm.monitor.alerts import ORDER, Alert
 
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Delete a run or comparison that the folder holds.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
+FailOn = Annotated[
+    str | None,
+    typer.Option(help="warning or alarm: exit code 1 if there was an alert of it or above."),
+]
+
+
+def failing(fail_on: str | None) -> Callable[[Sequence[Alert]], int]:
+    """Return what makes an exit code of alerts. Raises ValueError for a severity that is none."""
+    if fail_on not in (None, "warning", "alarm"):
+        raise ValueError(f"--fail-on takes warning or alarm; got {fail_on}")
+    failures = [] if fail_on is None else ORDER[ORDER.index(fail_on) :]
+    return lambda alerts: int(any(alert.severity in failures for alert in alerts))
 
 
 @dataclass(frozen=True, kw_only=True)

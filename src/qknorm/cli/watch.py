@@ -18,6 +18,7 @@ from rich.text import Text
 from qknorm.cli import options as o
 from qknorm.cli.console import number, out, print_json
 from qknorm.lab.files import CONFIG_FILE
+from qknorm.lab.finished_logs import is_finished_log
 from qknorm.lab.follow import Follower
 from qknorm.lab.heatmaps import short_names
 from qknorm.lab.timeline import Timeline, log_file
@@ -36,28 +37,37 @@ def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its log.")],
     interval: Annotated[float, typer.Option(help="Seconds between looks at the log.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print the present state and end.")] = False,
+    fail_on: o.FailOn = None,
     as_json: o.AsJson = False,
 ) -> int:
     """Follow a run that is being trained, here or on another machine that writes to this file system.
 
     Max logit and entropy of every layer, the sharpest heads, when the level of 50 will be reached, and
-    alerts. Ends with Ctrl-C, or when the run does.
+    alerts. Ends with Ctrl-C, or when the run does. A finished log of another tool is read once: a
+    trainer_state.json, a CSV, or event files of TensorBoard.
+
+    Exit code 0; with --fail-on 1 if the run has such an alert; 2 for bad input.
     """
     if not run.exists():
         raise ValueError(f"no such file or folder: {run}")
-    path = run if run.is_file() else log_file(run)
+    path = log_file(run)
     if path is None:
         raise ValueError(f"no log in {run}: is this the folder of a run that has begun?")
     if interval <= 0:
         raise ValueError(f"interval must be positive; got {interval:g}")
+    fails = o.failing(fail_on)
     follower, timeline = Follower(path), Timeline()
-    _catch_up(follower, timeline)
+    if is_finished_log(path):
+        timeline.read(path)
+        once = True
+    else:
+        _catch_up(follower, timeline)
     if as_json:
         print_json(summary(timeline))
-        return 0
+        return fails(timeline.findings)
     if once or not out.is_terminal:
         out.print(view(timeline, path, out.height if out.is_terminal else None))
-        return 0
+        return fails(timeline.findings)
     try:
         with Live(
             view(timeline, path, out.height), console=out, screen=True, auto_refresh=False
@@ -69,7 +79,7 @@ def watch(
     except KeyboardInterrupt:
         pass
     out.print(view(timeline, path, None))
-    return 0
+    return fails(timeline.findings)
 
 
 def _catch_up(follower: Follower, timeline: Timeline) -> Timeline:
@@ -91,7 +101,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
         "max_logit": None if record is None else record.max_logit,
         "entropy_nats": None if record is None else record.entropy_nats,
         "worst_heads": [vars(head) for head in heads],
-        "alerts": [alert.to_json() for alert in timeline.alerts],
+        "alerts": [alert.to_json() for alert in timeline.findings],
         "ended": timeline.has_ended,
     }
 
@@ -100,10 +110,13 @@ def view(timeline: Timeline, path: Path, height: int | None) -> RenderableType:
     """The whole picture, at most `height` lines of the terminal."""
     parts: list[RenderableType] = [_headline(timeline, path)]
     if not timeline.records:
-        return Group(*parts, Text("no attention record yet", style="dim"))
+        nothing = "no attention was recorded" if timeline.has_ended else "no attention record yet"
+        return Group(*parts, Text(nothing, style="dim"), *_alerts(timeline))
     room = None if height is None else max(3, height - AROUND)
     last_step = timeline.step if timeline.has_ended else _planned(path)
-    parts += [_layers(timeline.records, room, last_step), _heads(timeline.records[-1])]
+    parts.append(_layers(timeline.records, room, last_step))
+    if any(layer.rows for layer in timeline.records[-1].layers.values()):
+        parts.append(_heads(timeline.records[-1]))
     parts += _alerts(timeline)
     return Group(*parts)
 
@@ -124,7 +137,8 @@ def _headline(timeline: Timeline, path: Path) -> Text:
     if timeline.records:
         record = timeline.records[-1]
         text.append(f"  max logit {number(record.max_logit, 1)}")
-        text.append(f"  lowest layer entropy {number(record.entropy_nats)} nats")
+        if any(layer.rows for layer in record.layers.values()):
+            text.append(f"  lowest layer entropy {number(record.entropy_nats)} nats")
     if timeline.has_ended:
         verdict = "finished" if timeline.final is None else timeline.final["verdict"]
         text.append(f"  {verdict}", style="bold")
@@ -157,7 +171,8 @@ def _layers(records: Sequence[Record], room: int | None, last_step: int | None) 
             Text(spark([_log(v) for v in tops], bottom, top), style=_level_style(tops[-1])),
             Text(number(tops[-1], 1), style=_level_style(tops[-1]), justify="right"),
             Text(spark(ratios, 0.0, 1.0, extreme=min), style=_entropy_style(ratios[-1])),
-            Text(number(ratios[-1]), style=_entropy_style(ratios[-1])),
+            # A log of another tool does not tell it.
+            Text(number(ratios[-1] if newest[name].rows else None), style=_entropy_style(ratios[-1])),
             _forecast(past, last_step),
         )
     if len(shown) < len(names):
@@ -209,8 +224,9 @@ def _heads(record: Record) -> Text:
 
 def _alerts(timeline: Timeline) -> list[RenderableType]:
     """The first alarm, and the newest of the rest."""
-    alarms = [alert for alert in timeline.alerts if alert.severity == "alarm"][:1]
-    others = [a for a in timeline.alerts if a.severity != "info" and a not in alarms][-4:]
+    findings = timeline.findings
+    alarms = [alert for alert in findings if alert.severity == "alarm"][:1]
+    others = [a for a in findings if a.severity != "info" and a not in alarms][-4:]
     lines: list[RenderableType] = []
     for alert in alarms + others:
         lines.append(

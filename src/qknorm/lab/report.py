@@ -171,7 +171,9 @@ def _alarms(runs: Sequence[Run]) -> list[str]:
     """Return a sentence for the first alarm of each run."""
     sentences = []
     for run in runs:
-        alarm = next((alert for alert in run.alerts if alert.severity == "alarm"), None)
+        # Of a run of the lab that diverged another sentence tells.
+        alerts = run.findings if run.final is None else run.alerts
+        alarm = next((alert for alert in alerts if alert.severity == "alarm"), None)
         if alarm is not None:
             sentences.append(f"{run.title}: alarm {alarm.code} at step {alarm.step}: {alarm.message}.")
     return sentences

@@ -12,7 +12,7 @@ from qknorm.lab.files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE
 from qknorm.lab.timeline import Timeline, log_file
 from qknorm.monitor.alerts import ORDER, Alert
 from qknorm.monitor.record import Record
-from qknorm.monitor.to.jsonl import RANK_FILES, read_lines
+from qknorm.monitor.to.jsonl import RANK_FILES
 
 MOST_ALERTS = 40  # that a report lists of one run
 
@@ -37,18 +37,18 @@ class Run(Timeline):
     @property
     def has_alarm(self) -> bool:
         """Whether an alert of the run is an alarm."""
-        return any(alert.severity == "alarm" for alert in self.alerts)
+        return any(alert.severity == "alarm" for alert in self.findings)
 
     @property
     def alert_counts(self) -> str:
         """The number of alerts of each severity, such as "1 alarm, 2 warnings"."""
-        counts = [(name, sum(a.severity == name for a in self.alerts)) for name in reversed(ORDER)]
+        counts = [(name, sum(a.severity == name for a in self.findings)) for name in reversed(ORDER)]
         return ", ".join(f"{n} {name}{'s' * (n > 1 and name != 'info')}" for name, n in counts if n)
 
     @property
     def worst_alerts(self) -> list[Alert]:
         """The most severe alerts, at most MOST_ALERTS, by severity and then by step."""
-        return sorted(self.alerts, key=lambda a: (-ORDER.index(a.severity), a.step))[:MOST_ALERTS]
+        return sorted(self.findings, key=lambda a: (-ORDER.index(a.severity), a.step))[:MOST_ALERTS]
 
     @property
     def advice(self) -> dict[str, str]:
@@ -64,7 +64,7 @@ class Run(Timeline):
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """Find run folders.
+    """Find runs among the given folders and logs, or directly inside the folders.
 
     Args:
         folders: folders of runs, or folders that directly hold folders of runs.
@@ -85,8 +85,8 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
             inside = sorted(path for path in folder.glob("*/") if log_file(path) is not None)
         if not inside:
             raise ValueError(
-                f"{folder} is not the folder of a run and holds none: it has no {METRICS_FILE} and no "
-                f"{RANK_FILES}"
+                f"{folder} is not the folder of a run and holds none: it has no {METRICS_FILE}, no "
+                f"{RANK_FILES} and no log of another tool that can be read"
             )
         found += inside
     return found
@@ -116,13 +116,14 @@ def _load(folder: Path) -> Run:
     path = log_file(folder)
     if path is None:
         raise ValueError(f"no log in {folder}: is this the folder of a run?")
-    run = Run(name=folder.name, title=folder.name, config={}, environment={})
-    for line in read_lines(path):
-        run.feed(line)
+    name = folder.resolve().name
+    run = Run(name=name, title=name, config={}, environment={})
+    run.read(path)
     if run.step < 0:
         raise ValueError(f"{folder} has logged no step yet, so there is nothing to report")
     if path.name == METRICS_FILE:
-        run.config, run.environment = (_read_json(folder / n) for n in (CONFIG_FILE, ENVIRONMENT_FILE))
+        settings = (path.with_name(name) for name in (CONFIG_FILE, ENVIRONMENT_FILE))
+        run.config, run.environment = map(_read_json, settings)
         run.title = f"{run.config['arm']}, lr {run.config['lr']:g}, seed {run.config['seed']}"
     return run
 

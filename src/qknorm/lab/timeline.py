@@ -7,26 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from qknorm.lab.files import METRICS_FILE
+from qknorm.lab.finished_logs import find_finished_log, is_finished_log, read_finished_log
+from qknorm.lab.losses import loss_alerts
 from qknorm.lab.verdict import SUMMARY_KEYS
-from qknorm.monitor.alerts import Alert
+from qknorm.monitor.alerts import Alert, Alerts
 from qknorm.monitor.record import Record
 from qknorm.monitor.to import jsonl
 
 
-def log_file(folder: Path) -> Path | None:
-    """Find the log in the folder of a run.
+def log_file(run: Path) -> Path | None:
+    """Find the log of a run.
 
-    Records are merged over ranks before they are written, so the file of any rank holds all of them.
+    Our own logs come before those of other tools. Records are merged over ranks before they are written,
+    so the file of any rank holds all of them.
 
     Args:
-        folder: the folder.
+        run: the folder of a run, or a log.
 
     Returns:
         The log, or that of the first rank if there are several; None if there is none.
     """
-    if (folder / METRICS_FILE).is_file():
-        return folder / METRICS_FILE
-    return min(folder.glob(jsonl.RANK_FILES), default=None)
+    if run.is_file():
+        return run
+    if (run / METRICS_FILE).is_file():
+        return run / METRICS_FILE
+    return min(run.glob(jsonl.RANK_FILES), default=None) or find_finished_log(run)
 
 
 @dataclass(kw_only=True)
@@ -49,6 +54,19 @@ class Timeline:
     final: dict[str, Any] | None = None
     has_ended: bool = False
 
+    def read(self, path: Path) -> None:
+        """Take in a whole log. Alerts of a log of another tool are made now, since it holds none.
+
+        Raises ValueError for a log of another tool that cannot be read.
+        """
+        is_finished = is_finished_log(path)
+        for line in read_finished_log(path) if is_finished else jsonl.read_lines(path):
+            self.feed(line)
+        if is_finished:
+            alerts = Alerts(last_step=self.step)
+            self.alerts += [alert for record in self.records for alert in alerts(record)]
+            self.has_ended = True
+
     def feed(self, line: dict[str, Any]) -> None:
         """Add one line of the log. A line of an unknown kind is ignored."""
         kind = line["kind"]
@@ -65,6 +83,11 @@ class Timeline:
         elif kind == "final" and line.keys() >= set(SUMMARY_KEYS):
             self.final = line
         self.has_ended = kind in jsonl.CLOSING or (self.has_ended and kind != "start")
+
+    @property
+    def findings(self) -> list[Alert]:
+        """The alerts, and what the losses say by themselves."""
+        return self.alerts + loss_alerts(self.steps, self.final, has_ended=self.has_ended)
 
     @property
     def step(self) -> int:

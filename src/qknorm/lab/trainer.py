@@ -1,4 +1,4 @@
-"""A small trainer with AdamW or Muon, warm-up, clipping and exact resuming, under the monitor that users attach.
+"""A small trainer with warm-up, clipping and exact resuming, under the monitor that users attach.
 
 A run folder holds `config.json`, `environment.json`, `metrics.jsonl` and `checkpoint.pt`.
 """

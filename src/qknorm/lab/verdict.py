@@ -18,6 +18,7 @@ VERDICT_RULES = (
     f"saturated: a layer ends with a logit of {Thresholds().level_warning:g} or more and a mean entropy "
     f"below {Thresholds().saturated:.0%} of ln(visible keys); finished: none of these"
 )
+WORSE = 1.0  # nats above the best loss
 SUMMARY_KEYS = (
     "arm", "lr", "seed", "final_loss", "max_logit", "entropy_nats", "verdict", "diverged", "reason",
     "initial_loss", "steps",
@@ -49,13 +50,12 @@ def judge(losses: Sequence[float], final_loss: float, end: Record) -> Verdict:
     """
     if not all(map(math.isfinite, losses)) or not math.isfinite(final_loss):
         return Verdict("diverged", "the loss is not finite")
-    best, tail = min(losses), max(1, len(losses) // 10)
-    if len(losses) > 1 and min(losses[-tail:]) > best + 1.0:
-        reason = f"the last 10 % stay more than 1.0 above the best loss, {best:.3f}"
-        return Verdict("diverged", reason)
+    if rose := how_it_rose(losses):
+        return Verdict("diverged", rose)
     if final_loss > losses[0] - 0.1:
         reason = f"the final loss {final_loss:.3f} is not 0.1 below the initial {losses[0]:.3f}"
-        return Verdict("diverged" if final_loss > best + 1.0 else "did not learn", reason)
+        is_worse = final_loss > min(losses) + WORSE
+        return Verdict("diverged" if is_worse else "did not learn", reason)
     saturated = {name: layer for name, layer in end.layers.items() if _is_saturated(layer)}
     if saturated:
         name, layer = max(saturated.items(), key=lambda item: item[1].top)
@@ -65,6 +65,14 @@ def judge(losses: Sequence[float], final_loss: float, end: Record) -> Verdict:
         )
         return Verdict("saturated", reason)
     return Verdict("finished")
+
+
+def how_it_rose(losses: Sequence[float]) -> str | None:
+    """Return why finite training losses are those of a run that diverged; None if they are not."""
+    best, tail = min(losses), max(1, len(losses) // 10)
+    if len(losses) > 1 and min(losses[-tail:]) > best + WORSE:
+        return f"the last 10 % stay more than {WORSE:.1f} above the best loss, {best:.3f}"
+    return None
 
 
 def _is_saturated(layer: LayerRecord) -> bool:

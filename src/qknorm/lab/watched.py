@@ -18,25 +18,29 @@ def sentences(runs: Sequence[Run]) -> list[str]:
     Returns:
         The sentences. Two runs are compared at the last step that both observed.
     """
-    found = [_alone(run) for run in runs if run.records]
-    for run in runs[1:]:
-        both = _last_common(runs[0], run)
+    found = [_alone(run) for run in runs]
+    watched = [run for run in runs if run.records]
+    for run in watched[1:]:
+        both = _last_common(watched[0], run)
         if both is None:
-            found.append(f"{runs[0].title} and {run.title} have no observed step in common.")
+            found.append(f"{watched[0].title} and {run.title} have no observed step in common.")
         else:
-            found.append(_against(runs[0], run, *both))
+            found.append(_against(watched[0], run, *both))
     return found
 
 
 def _alone(run: Run) -> str:
-    top = max(run.records, key=lambda record: _order(record.max_logit))
-    name, layer = max(top.layers.items(), key=lambda item: _order(item[1].top))
     end = "ended" if run.has_ended else "did not report its end; its newest step is"
     when = f"{end} at step {run.step}" if run.has_ended else f"{end} {run.step}"
-    return (
-        f"{run.title} {when}. Its largest logit was {_number(top.max_logit)}, in layer {name}, head "
-        f"{layer.worst_head}, at step {top.step}."
-    )
+    if not run.records:
+        loss = "" if run.loss is None else f" Its last training loss is {run.loss:.3f}."
+        return f"{run.title} {when}.{loss} Nothing is known of its attention."
+    top = max(run.records, key=lambda record: _order(record.max_logit))
+    name, layer = max(top.layers.items(), key=lambda item: _order(item[1].top))
+    # Scalars of the whole model do not tell the layer.
+    where = f" in layer {name}, head {layer.worst_head}," if layer.rows else ""
+    largest = f"{_number(top.max_logit)}{',' if where else ''}"
+    return f"{run.title} {when}. Its largest logit was {largest}{where} at step {top.step}."
 
 
 def _last_common(a: Run, b: Run) -> tuple[Record, Record] | None:
@@ -58,10 +62,15 @@ def _against(a: Run, b: Run, ours: Record, theirs: Record) -> str:
         for run in (a, b)
     ]
     loss = "" if None in losses else f" Their losses there are {losses[1]:.3f} and {losses[0]:.3f}."
+    entropy = (
+        ""
+        if math.isnan(ours.entropy_nats) or math.isnan(theirs.entropy_nats)
+        else f", and the entropy of its sharpest layer is {theirs.entropy_nats:.3f} nats against "
+        f"{ours.entropy_nats:.3f}"
+    )
     return (
         f"At step {ours.step}, the last that both observed, the largest logit of {b.title} is {size} "
-        f"that of {a.title} ({_number(y)} against {_number(x)}), and the entropy of its sharpest layer "
-        f"is {theirs.entropy_nats:.3f} nats against {ours.entropy_nats:.3f}.{loss}"
+        f"that of {a.title} ({_number(y)} against {_number(x)}){entropy}.{loss}"
     )
 
 

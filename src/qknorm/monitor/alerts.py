@@ -67,6 +67,8 @@ ADVICE = {
     "QM009": "Look at why the layer was not called, or runs where its tap cannot see it.",
     "QM010": "The softmax of this layer is closing: what it attends to will soon be fixed. In runs like "
     "this one the loss falls behind or spikes. Lower the rate now, or go back and train with QK-norm.",
+    "QM011": "Stop and go back to a checkpoint from before this step.",
+    "QM012": "Go back to a checkpoint from before the loss rose, and lower the learning rate.",
 }
 
 # The advice for a layer whose q and k are normalised, where the usual one is to do that.

@@ -199,7 +199,7 @@ class Layer(Watcher, Teller):
         }
 
     def _facts(self, phase: str, buffer: Tensor) -> Tensor:
-        facts = buffer.new_full((FACTS,), -torch.inf)
+        facts = buffer.new_full((FACTS,), -torch.inf)  # which rank it is, `reduce` tells
         facts[3] = float(self.is_sampled)
         if self.norms is not None:
             self.attempt(self._add_gains, facts, phase, buffer)

@@ -43,6 +43,8 @@ class LayerRecord:
         rows: rows counted, per head.
         is_normed: q and k went through a norm: one whose gains are known, or one that shows in their
             RMS, which is the same for all tokens.
+        rank: the process that saw the largest logit, among all of torch.distributed; None if there is
+            only one.
         note: why a call was left out or the gains are not known, where this rank knows.
 
     A head of which no row counted has a maximum of -inf and means of NaN.
@@ -63,6 +65,7 @@ class LayerRecord:
     rms_of: Literal["product", "projection"]
     rows: int
     is_normed: bool = False
+    rank: int | None = None
     note: str | None = None
 
     @property
@@ -183,6 +186,7 @@ def layer_record(part: Part, *, note: str | None = None) -> LayerRecord:
         rms_of="projection" if place.is_fused else "product",
         rows=int(max(found["rows"])),
         is_normed=part.gain_max is not None or is_constant,
+        rank=part.rank,
         note=note,
     )
 

@@ -22,7 +22,9 @@ from qknorm.monitor.fields import FIELD, FIELDS
 LOG = logging.getLogger("qknorm")
 
 FIRST_OF_K = FIELD["k_rms"]
-FACTS = 4
+FACTS = 5
+HOLDER = 4
+RANK_BITS = 0xFFFF
 
 
 class Key(NamedTuple):
@@ -50,8 +52,8 @@ class Part:
     Attributes:
         buffer: `[len(FIELDS), heads]`.
         facts: `[FACTS]`, of which the largest of all ranks holds: |gain| of q and of k, and the bound,
-            all -inf where nothing is known of them; inf for a bound that does not hold; and whether rows
-            were sampled.
+            all -inf where nothing is known of them; inf for a bound that does not hold; whether rows
+            were sampled; and the largest logit with its rank, see `_tagged`, -inf without a group.
         place: the heads.
     """
 
@@ -75,6 +77,12 @@ class Part:
     def is_sampled(self) -> bool:
         """Whether some of it is of sampled rows."""
         return bool(self.facts[3] > 0)
+
+    @property
+    def rank(self) -> int | None:
+        """Which rank saw the largest logit; None without a group, and where nobody saw one."""
+        holder = self.facts[HOLDER]
+        return None if holder == -math.inf else int(holder.view(torch.int64)) & RANK_BITS
 
 
 class Reducer:
@@ -144,6 +152,8 @@ class Reducer:
             if key in parts:
                 try:
                     total, facts = _placed(parts[key], total, facts)
+                    if self.is_distributed and wide == torch.float64:
+                        facts[HOLDER] = _tagged(total[0].amax(), dist.get_rank())
                 except Exception:  # the other ranks wait for what follows
                     LOG.exception("%s is left out of the step", key.layer)
             maxima += [total[0], facts]
@@ -171,3 +181,14 @@ def _placed(part: Part, total: Tensor, facts: Tensor) -> tuple[Tensor, Tensor]:
     total[:FIRST_OF_K, q : q + heads] = buffer[:FIRST_OF_K]
     total[FIRST_OF_K:, k : k + kv_heads] = buffer[FIRST_OF_K:, :kv_heads]
     return total, part.facts.to(facts)
+
+
+def _tagged(top: Tensor, rank: int) -> Tensor:
+    """The largest logit, fp64 `[]`, with the rank in its lowest bits: MAX then tells who holds it.
+
+    A logit that was computed in fp32 loses nothing. NaN and inf become the largest number, and -inf, the
+    maximum of nothing, stays.
+    """
+    most = torch.finfo(torch.float64).max
+    bits = top.nan_to_num(most, most, -most).view(torch.int64)
+    return torch.where(top == -torch.inf, top, ((bits & ~RANK_BITS) | rank).view(torch.float64))

@@ -15,6 +15,8 @@ from typing import Literal
 from qknorm.monitor.forecast import FROM, POINTS, forecast
 from qknorm.monitor.history import LayerHistory
 
+GROWN = 1.1  # a factor below which neither q nor k is said to have grown
+
 Severity = Literal["info", "warning", "alarm"]
 
 
@@ -74,18 +76,47 @@ def _extreme(what: str, heads: tuple[int, ...], total: int, limit: str, worst: i
     return f"{_some(heads, total)} {what.format(limit)}, the worst is head {worst} with {value}"
 
 
+def _on(rank: int | None) -> tuple[str, dict[str, float]]:
+    """Where the largest logit was seen, in words and as a number; nothing for one process."""
+    return ("", {}) if rank is None else (f" on rank {rank}", {"rank": float(rank)})
+
+
+def _grown(layer: LayerHistory) -> tuple[str, dict[str, float]]:
+    """Which of q and k has grown more, as the end of a sentence, and both as numbers."""
+    growth = layer.growth()
+    if growth is None:
+        return "", {}
+    evidence = {"since": float(growth.step), "q_growth": growth.q, "k_growth": growth.k}
+    (small, less), (large, more) = sorted([(growth.q, "q"), (growth.k, "k")])
+    if large < GROWN:
+        return "", evidence
+    of = "the largest gain" if growth.head is None else "the RMS"
+    where = "" if growth.head is None else f" in head {growth.head}"
+    if f"{small:.1f}" == f"{large:.1f}":
+        text = f"{of} of q and that of k{where} have each grown by a factor of {large:.1f}"
+    else:
+        text = (
+            f"{of} of {more}{where} has grown by a factor of {large:.1f}, that of {less} by {small:.1f}"
+        )
+    return f"; since step {growth.step} {text}", evidence
+
+
 def _not_finite(layer: LayerHistory, _: Thresholds) -> Iterator[Found]:
     tops, entropies = layer.last.max_logit, layer.last.entropy_nats
+    is_known = layer.last.rows > 0  # in logs of other tools entropies may be missing
     heads = tuple(
         head
         for head, (top, entropy) in enumerate(zip(tops, entropies, strict=True))
         # A head of which no row counted has a maximum of -inf.
-        if top != -math.inf and not (math.isfinite(top) and math.isfinite(entropy))
+        if top != -math.inf and not (math.isfinite(top) and (math.isfinite(entropy) or not is_known))
     )
     if heads:
         worst = tops[heads[0]]
         text = f"{_some(heads, len(tops))} a max logit or an entropy that is not finite: {worst}"
-        yield "QM008", "alarm", heads, text, {"max_logit": worst}
+        # Whose entropy it is, nobody tells.
+        rank = None if all(math.isfinite(tops[head]) for head in heads) else layer.last.rank
+        where, evidence = _on(rank)
+        yield "QM008", "alarm", heads, f"{text}{where}", {"max_logit": worst} | evidence
 
 
 def _saturation(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
@@ -93,11 +124,14 @@ def _saturation(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
     went before trouble in nearly all runs that had it, and in no other."""
     top, ratio = layer.last.top, layer.last.mean("entropy_ratio")
     if top >= t.level_warning and ratio < t.saturated:
+        where, evidence = _on(layer.last.rank)
+        grown, factors = _grown(layer)
         text = (
-            f"the softmax is saturating, with a max logit of {top:.1f} and {100 * ratio:.0f} % of the "
-            "largest possible entropy left"
+            f"the softmax is saturating, with a max logit of {top:.1f}{where} and {100 * ratio:.0f} % "
+            f"of the largest possible entropy left{grown}"
         )
-        yield "QM010", "alarm", (), text, {"max_logit": top, "entropy_ratio": ratio}
+        evidence = {"max_logit": top, "entropy_ratio": ratio} | evidence | factors
+        yield "QM010", "alarm", (), text, evidence
 
 
 def _level(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
@@ -111,7 +145,8 @@ def _level(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
     text = _extreme(
         "a max logit of {}", heads, len(tops), f"{level:g} or more", worst, f"{tops[worst]:.1f}"
     )
-    yield "QM001", severity, heads, text, {"max_logit": tops[worst]}
+    where, evidence = _on(layer.last.rank)
+    yield "QM001", severity, heads, f"{text}{where}", {"max_logit": tops[worst]} | evidence
 
 
 def _growth(layer: LayerHistory, t: Thresholds, last_step: int | None) -> Iterator[Found]:
@@ -125,9 +160,10 @@ def _growth(layer: LayerHistory, t: Thresholds, last_step: int | None) -> Iterat
     )
     if found is not None:
         heads = _which(layer.last.max_logit, lambda top: top >= FROM * t.level_warning)
+        grown, factors = _grown(layer)
         text = (
             f"the max logit has grown to {tops[-1]:.1f}; it is expected to reach {found.level:g} "
-            f"between steps {found.early} and {found.late}"
+            f"between steps {found.early} and {found.late}{grown}"
         )
         evidence = {
             "max_logit": tops[-1],
@@ -135,7 +171,7 @@ def _growth(layer: LayerHistory, t: Thresholds, last_step: int | None) -> Iterat
             "early": float(found.early),
             "late": float(found.late),
         }
-        yield "QM002", "warning", heads, text, evidence
+        yield "QM002", "warning", heads, text, evidence | factors
 
 
 def _entropy(layer: LayerHistory, t: Thresholds) -> Iterator[Found]:
