@@ -221,6 +221,7 @@ def test_an_fp32_layer_is_near_the_dense_forward_and_keeps_its_dtype():
 
 
 def test_statistics_come_only_when_asked_for_and_change_no_bit():
+    """F85: without them the layer returns a tensor, and not a tuple."""
     for kind in ("none", "off_by_one", "logit", "token"):
         layer, x = built(sink=kind, num_kv_heads=2)
         results = []
