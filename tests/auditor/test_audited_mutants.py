@@ -82,5 +82,5 @@ def test_what_is_suppressed_needs_a_code_and_a_reason(suppress: dict[str, str]) 
 def test_a_model_that_shows_no_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="no attention"):
         audit(torch.nn.Linear(3, 3), torch.ones(2, 3))
-    with pytest.raises(ValueError, match="pass inputs"):
+    with pytest.raises(ValueError, match="pass its arguments as inputs"):
         audit(torch.nn.Linear(3, 3))

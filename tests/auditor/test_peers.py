@@ -394,7 +394,10 @@ def test_rope_that_is_not_relative_is_found_on_a_grid_too(fault: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"attn_qk_norm": True, "attn_qk_norm_groups": 2}, "no norm, gain and rotation"),
+        (
+            {"attn_qk_norm": True, "attn_qk_norm_groups": 2},
+            "is not the norm of a projection, followed by a gain and a rotation",
+        ),
         ({"attn_num_mem_kv": 2}, "one row per token"),
     ],
 )

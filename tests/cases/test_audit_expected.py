@@ -76,7 +76,7 @@ def test_f47_the_order_also_where_equal_gains_hide_it(equal):
     found, not_probed = difference(model_of(normed), {"order": "before_rope"})
     assert not found
     assert len(not_probed) == 1
-    assert "without RoPE" in not_probed[0]
+    assert "only where there are a gain and RoPE" in not_probed[0]
 
 
 def test_f47_norm_eps_and_scale():

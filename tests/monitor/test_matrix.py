@@ -82,7 +82,8 @@ def assert_right(records: list[Any], kind: str) -> None:
             assert name == other
             assert layer["note"] is None
             assert layer["rows"] == matrix.B * matrix.T
-            for field, value in truth.items():
+            assert layer["rank"] in (None, *range(WORLD))  # which of them saw the largest logit
+            for field, value in (truth | {"rank": layer["rank"]}).items():
                 assert layer[field] == (
                     pytest.approx(value, rel=1e-4, abs=1e-5)
                     if isinstance(value, list | tuple | float)
