@@ -47,7 +47,7 @@ def table(first_cell: str) -> list[list[list[float]]]:
 
 def rates() -> Figure:
     """Loss, logit and entropy over the learning rate."""
-    rows = table("| peak rate | without: loss")
+    rows = table("| peak learning rate | without QK-norm: loss")
     figure, axes = panels(
         "held-out loss, nats per byte", "largest logit", "entropy of the sharpest layer, nats"
     )
@@ -97,12 +97,12 @@ def limits() -> Figure:
     figure, (left, right) = panels(
         "loss without minus loss with, nats per byte", "largest logit with QK-norm"
     )
-    for place, row in enumerate(table("| peak rate | seed")):
+    for place, row in enumerate(table("| peak learning rate | seed")):
         left.scatter([place] * len(row[4]), row[4], color=WITH["color"])
     left.set_xticks([0, 1], ["peak rate 1e-3", "peak rate 3e-3"])
     left.set_xlim(-0.5, 1.5)
     left.set_ylim(0, 0.1)
-    rows = table("| peak rate | without: loss")
+    rows = table("| peak learning rate | without QK-norm: loss")
     right.plot([row[0][0] for row in rows], [row[2][1] for row in rows], marker="o", color=WITH["color"])
     right.axhline(50, color="#888888", linestyle=":")
     right.set_xscale("log")
